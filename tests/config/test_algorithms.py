@@ -48,8 +48,8 @@ def test_an_unclipped_loss_on_stale_samples_is_refused_with_reason_and_remedy(fi
         ([GAE, "algorithm.filter_groups=true"], "gae compares rewards with values of the critic"),
         ([GAE, "critic.path=nowhere"], "critic.path = 'nowhere': "),
         (
-            ["trainer.lora_rank=4", "trainer.num_ranks=2"],
-            "LoRA adapters are not sharded; remove one of the two",
+            ["trainer.lora_rank=4", "trainer.offload_optimizer=true"],
+            "trainer.offload_optimizer has no effect with trainer.lora_rank",
         ),
         (["trainer.lora_rank=4", "trainer.lora_targets=[]"], "trainer.lora_targets = []: list should have"),
         (["trainer.lora_rank=4", "trainer.lora_targets=['qkv']"], "input should be 'q_proj', 'k_proj'"),

@@ -325,7 +325,6 @@ def test_a_version_fills_as_many_batches_as_the_bound_allows(file: Path) -> None
             ["engine.exact_logprobs=true"],
             "trainer.num_ranks = 65 with engine.exact_logprobs = true: exact log-probs need",
         ),
-        (["algorithm.adv_estimator=gae"], "with algorithm.adv_estimator = gae: the critic is not sharded"),
         (
             [],
             "trainer.num_ranks = 65: a step has batch_size * group_size = 32 samples, and every rank needs",

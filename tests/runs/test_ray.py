@@ -16,8 +16,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from tests.runs.conftest import StartRun
 from tests.runtime.running import Run, dora, journal, metrics, summary, wait_until_gone
+
+from dora.trainer.checkpoint import load_checkpoint
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 
@@ -198,3 +201,24 @@ def test_a_run_survives_its_trainer_and_is_resumed_after_its_driver_without_ray(
         resumed.kill_all()
     s = check_records(run)
     assert (s["trained_groups"], s["pending_groups"]) == (24, 0)
+
+
+def test_ranks_on_two_nodes_train_what_one_rank_trains(
+    start_run: StartRun, task: Path, tmp_path: Path
+) -> None:
+    """On-policy and in a fixed order. Each node has room for one rank; the second one crashes."""
+    cluster = two_nodes()
+    on_policy = {"orchestrator__max_staleness": 0, "trainer__deterministic": "true", "run__steps": 6}
+    single = Run(task, tmp_path / "single", **on_policy)  # type: ignore[arg-type]
+    ranks = {"trainer__num_ranks": 2, "ray__trainer_nodes": "any", "trainer__save_freq": 2}
+    places = {"ray__trainer_cpus": 3, "engine__num_engines": 1}
+    run = start_run(**RAY, ray__address=cluster.address, **ranks, **places, **on_policy)
+    run.wait_for_steps(3)
+    assert (node_of(run, "trainer"), bool(node_of(run, "trainer rank 1"))) == ("", True)
+    psutil.Process(process_status(run, "trainer rank 1")["pid"]).kill()
+    assert run.end().code == 0, run.end()
+    assert "trainer lost (trainer rank 1 " in run.end().out
+    check_records(run)
+    assert single.end().code == 0, single.end()
+    found, expected = (load_checkpoint(each.out / "checkpoints" / "step-6")[1] for each in (run, single))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

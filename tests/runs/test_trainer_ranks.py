@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import stat
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
 import torch
 from tests.runs.conftest import StartRun
 from tests.runtime.running import Run, dora, metrics, wait_until_gone
@@ -50,3 +52,31 @@ def test_a_run_that_lost_a_rank_ends_with_the_weights_of_a_run_with_one_rank(
     for step, other in zip(metrics(run.out), metrics(single.out), strict=True):
         assert step["actor/num_tokens"] == other["actor/num_tokens"]
         assert step["mismatch/logprob_abs_diff_max"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"trainer__lora_rank": 4},
+        {"algorithm__adv_estimator": "gae", "trainer__offload_optimizer": "true"},
+    ],
+    ids=["adapters", "critic"],
+)
+def test_two_ranks_train_what_one_trains(
+    start_run: StartRun, task: Path, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    """Rank 0 crashes; the trainer resumes from a checkpoint of both ranks."""
+    settings: dict[str, Any] = ON_POLICY | changes | {"run__steps": 5}
+    single = Run(task, tmp_path / "single", **settings)
+    run = start_run(trainer__num_ranks=2, trainer__save_freq=2, **settings)
+    run.wait_for_steps(3)
+    run.workers()[RANK_1 - 1].kill()
+    assert run.end().code == 0, run.end()
+    assert "trainer lost (trainer was killed by SIGKILL)" in run.end().out
+    assert dora("audit", run.out).code == 0
+    assert single.end().code == 0, single.end()
+    found, expected = (load_checkpoint(each.out / "checkpoints" / "step-5") for each in (run, single))
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-5)
+    if "critic" in expected[2]:
+        flats = found[2]["critic"]["flat"], expected[2]["critic"]["flat"]
+        torch.testing.assert_close(*flats, rtol=0, atol=1e-5)

@@ -28,7 +28,9 @@ from torch.distributed.tensor import DTensor
 from dora.errors import RunError
 from dora.model.config import ModelConfig
 from dora.model.weights import WeightLayout
-from dora.trainer.distributed import DistributedLearner, RankGroup, ShardedRank, fsdp_units
+from dora.trainer.distributed import DistributedLearner, RankGroup, ShardedRank, fsdp_units, read_moments
+from dora.trainer.lora import LoraSettings
+from dora.trainer.optimizer import ShardedAdamW
 from dora.trainer.packing import split_mini_batches
 from dora.trainer.trainer import Sample, Trainer, TrainerSettings
 
@@ -107,13 +109,15 @@ def test_a_rank_holds_half_of_weights_and_gradient(group: RankGroup) -> None:
     start: Any = (TINY, PLAIN)
     group.scatter([start, start])
     rank = ShardedRank(group, TINY, PLAIN, initial())
+    assert isinstance(rank.optimizer, ShardedAdamW)
     shards = rank.optimizer.shards
     for tensors in (shards, [cast(DTensor, shard.grad) for shard in shards]):
         held = sum(tensor.to_local().numel() for tensor in tensors)
         assert held == pytest.approx(WeightLayout(TINY).numel / 2, abs=len(shards))
-    rank.snapshot()
-    saved = sum(tensor.numel() for own in rank.saved_shards for tensor in own.values())
-    assert saved == pytest.approx(WeightLayout(TINY).numel / 2, abs=len(shards))  # there are no moments yet
+    moments = rank.optimizer.moments
+    for local in (moments.exp_avg, moments.exp_avg_sq):
+        held = sum(tensor.numel() for tensor in local)
+        assert held == pytest.approx(WeightLayout(TINY).numel / 2, abs=len(shards))
 
 
 @pytest.mark.parametrize("settings", [PLAIN, EVERY_TERM], ids=["plain", "every term"])
@@ -191,6 +195,58 @@ def test_a_run_resumes_with_another_number_of_ranks(group: RankGroup) -> None:
         metrics = [trainer.step(samples()) for trainer in (source, target)]
         assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-6)
         assert relative_gap(two.flat, one.flat) < 1e-6
+
+
+@pytest.mark.parametrize("settings", [PLAIN, replace(PLAIN, offload_optimizer=True)], ids=["", "offloaded"])
+def test_the_shards_of_a_checkpoint_are_read_by_any_number_of_ranks(
+    group: RankGroup, settings: TrainerSettings, tmp_path: Path
+) -> None:
+    two, one = make_trainers(group, settings)
+    two.step(samples())
+    saved = two.flat.clone(), two.state_dict()["optimizer"]["state"][0]
+    state, shards = two.save_state(tmp_path / "shards")
+    two.step(samples())  # while the shards are written
+    assert shards is not None
+    shards.result()
+    moments = read_moments(tmp_path / "shards", TINY)
+    assert state["optimizer"]["state"][0].keys() == {"step"}
+    assert all(torch.equal(moments[name], saved[1][name]) for name in ("exp_avg", "exp_avg_sq"))
+
+    expected = two.flat.clone()
+    for trainer in (two, one):
+        trainer.flat.copy_(saved[0])
+    two.load_state_dict({**state, "optimizer": {**state["optimizer"], "shards": tmp_path / "shards"}})
+    one.load_state_dict({**state, "optimizer": {"state": {0: {**state["optimizer"]["state"][0], **moments}}}})
+    for trainer in (two, one):
+        trainer.step(samples())
+    assert torch.equal(two.flat, expected)
+    assert relative_gap(one.flat, expected) < 1e-6
+
+
+def test_two_ranks_train_the_adapters_of_one(group: RankGroup) -> None:
+    lora = LoraSettings(rank=2, alpha=6.0, targets=("q_proj", "o_proj", "down_proj"))
+    settings = replace(PLAIN, lora=lora, mini_batch_tokens=50, lr=1e-2)
+    two, one = make_trainers(group, settings)
+    for _ in range(2):
+        got, expected = two.step(samples()), one.step(samples())
+        assert got == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert relative_gap(two.flat, one.flat) < 1e-6
+    assert relative_gap(two.flat, initial()) > 1e-3
+    before, (state, shards) = two.flat.clone(), two.save_state(Path("unused"))
+    assert shards is None
+    with pytest.raises(RunError, match="grad_norm"):  # rolled back
+        two.step(with_nan(samples()))
+    assert torch.equal(two.flat, before)
+    for trainer in (two, one):
+        trainer.step(samples())
+    expected_flat = two.flat.clone()
+    two.load_state_dict(state)
+    assert torch.equal(two.flat, before)
+    one.load_state_dict(state)
+    for trainer in (two, one):
+        trainer.step(samples())
+    assert torch.equal(two.flat, expected_flat)
+    assert relative_gap(one.flat, expected_flat) < 1e-6
 
 
 def test_a_gradient_that_is_not_finite_changes_no_rank(group: RankGroup) -> None:

@@ -11,7 +11,7 @@ from tests.trainer.batches import SETTINGS, TINY, gradient, initial, samples
 from torch.optim.lr_scheduler import LinearLR, SequentialLR
 
 from dora.model.weights import WeightLayout
-from dora.trainer.optimizer import FlatAdamW, learning_rate
+from dora.trainer.optimizer import FlatAdamW, Moments, learning_rate
 from dora.trainer.recipe import EarlierSchedule
 from dora.trainer.trainer import Trainer
 
@@ -46,6 +46,25 @@ def test_the_norm_of_many_small_numbers_is_exact() -> None:
     optimizer.gradient.fill_(1e-4)
     expected = 1e-4 * math.sqrt(flat.numel())
     assert optimizer.step(lr=0.0, max_grad_norm=1.0) == pytest.approx(expected, rel=1e-4)
+
+
+def test_offloaded_moments_give_the_same_bits() -> None:
+    """A CPU rounds the last few numbers of a call differently, so chunks are whole vectors."""
+    weights = [[x.clone() for x in (torch.randn(1000), torch.randn(7))] for _ in range(2)]
+    for own, other in zip(*weights, strict=True):
+        other.copy_(own)
+    kept, offloaded = (
+        Moments(own, 0.1, (0.9, 0.999), is_offloaded, chunk=320)
+        for own, is_offloaded in zip(weights, (False, True), strict=True)
+    )
+    for _ in range(3):
+        gradients = [torch.randn_like(x) for x in weights[0]]
+        for moments, own in ((kept, weights[0]), (offloaded, weights[1])):
+            moments.update(own, gradients, lr=1e-2)
+    assert all(torch.equal(own, other) for own, other in zip(*weights, strict=True))
+    for name in ("exp_avg", "exp_avg_sq"):
+        pairs = zip(getattr(kept, name), getattr(offloaded, name), strict=True)
+        assert all(torch.equal(own, other) for own, other in pairs)
 
 
 def test_a_large_gradient_is_clipped_as_in_torch() -> None:

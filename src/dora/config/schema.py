@@ -386,6 +386,11 @@ class TrainerSection(Section):
         default="float32",
         description="Data type of forward and backward passes; the optimizer works in float32.",
     )
+    offload_optimizer: bool = Field(
+        default=False,
+        description="Keep AdamW's moments (8 bytes per parameter) in host memory; each update copies them to "
+        "the GPU and back.",
+    )
     activation_checkpointing: bool = Field(
         default=False,
         description="Keep only the input of each layer and recompute the rest in the backward pass.",
@@ -743,7 +748,7 @@ class RuntimeSection(Section):
 
 
 class RaySection(Section):
-    """The Ray cluster of runtime.kind = "ray". The trainer runs on the driver's node."""
+    """The Ray cluster of runtime.kind = "ray"."""
 
     address: Annotated[str, Field(pattern=r"^(auto|[^:/\s]+:\d+)$")] | None = Field(
         default=None,
@@ -763,6 +768,11 @@ class RaySection(Section):
         ge=1,
         description="Engines are added up to this number as soon as nodes have capacity (count). Unset: "
         "engine.num_engines.",
+    )
+    trainer_nodes: Literal["driver", "any"] = Field(
+        default="driver",
+        description="Nodes of the trainer's ranks. driver: all run on the driver's node; any: only the first "
+        "must, and ranks exchange weights and gradients without authentication and encryption.",
     )
     engine_cpus: float = Field(default=1.0, ge=0, description="CPUs reserved for each engine (count).")
     trainer_cpus: float = Field(

@@ -311,8 +311,6 @@ def _check_ranks(config: Config) -> None:
     ranks, num_samples = f"trainer.num_ranks = {config.trainer.num_ranks}", config.samples_per_step
     conflicts = {
         "engine.exact_logprobs = true: exact log-probs need unsharded weights": config.engine.exact_logprobs,
-        "trainer.lora_rank: LoRA adapters are not sharded": config.trainer.lora_rank > 0,
-        "algorithm.adv_estimator = gae: the critic is not sharded": _uses_critic(config),
     }
     if config.trainer.num_ranks > 1:
         for conflict in _true_keys(conflicts):
@@ -329,6 +327,7 @@ def _check_trainer_backend(config: Config) -> None:
     conflicts = {
         "trainer.num_ranks > 1": config.trainer.num_ranks > 1,
         "trainer.lora_rank": config.trainer.lora_rank > 0,
+        "trainer.offload_optimizer = true": config.trainer.offload_optimizer,
         "engine.exact_logprobs = true": config.engine.exact_logprobs,
         "algorithm.adv_estimator = gae": _uses_critic(config),
         "trainer.aux_workers": bool(config.trainer.aux_workers),
@@ -373,6 +372,7 @@ def _check_external_trainer(config: Config) -> None:
         "trainer.backend: there would be two trainers": trainer.backend is not None,
         "trainer.num_ranks > 1: it manages its own processes": trainer.num_ranks > 1,
         "trainer.lora_rank: it uploads whole versions": trainer.lora_rank > 0,
+        "trainer.offload_optimizer = true: it has its own optimizer": trainer.offload_optimizer,
         "trainer.aux_workers: they assist the run's own trainer": bool(trainer.aux_workers),
         "trainer.continue_from: it has its own optimizer": trainer.continue_from is not None,
         "trainer.elastic = true: it has its own device": trainer.elastic,
@@ -563,6 +563,8 @@ def _unused_in_trainer(config: Config) -> Reasons:
         unused["routing_replay"] = "with engine.exact_logprobs = true: both route tokens identically"
     if not config.trainer.lora_rank:
         unused |= dict.fromkeys(("lora_alpha", "lora_targets"), "without trainer.lora_rank")
+    elif config.trainer.offload_optimizer:
+        unused["offload_optimizer"] = "with trainer.lora_rank: the moments of adapters are small"
     return unused | _unused_aux_workers(config)
 
 
@@ -659,9 +661,11 @@ def _unused_in_runtime(config: Config) -> Reasons:
 
 
 def _unused_in_ray(config: Config) -> Reasons:
-    if config.runtime.kind == "ray":
-        return {}
-    return dict.fromkeys(type(config.ray).model_fields, "without runtime.kind = ray")
+    if config.runtime.kind != "ray":
+        return dict.fromkeys(type(config.ray).model_fields, "without runtime.kind = ray")
+    if config.trainer.num_ranks == 1:
+        return {"trainer_nodes": "with trainer.num_ranks = 1"}
+    return {} if config.ray.address else {"trainer_nodes": "without ray.address: the cluster has one node"}
 
 
 def _unused_in_service(config: Config) -> Reasons:

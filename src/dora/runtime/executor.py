@@ -134,6 +134,7 @@ class ProcessExecutor:
             self._checkpoints,
             self._on_published,
             notice,
+            self._launcher.host,
         )
         tasks = reward_tasks(setup.config, setup.dataset.columns)
         self._stream = _make_stream(

@@ -111,6 +111,8 @@ def bytes_by_device(setup: RunSetup) -> dict[str, dict[str, int]]:
         add("cpu", prefetched, setup.num_engines * version)
     if num_bytes := _snapshot_bytes(setup):
         add("cpu", f"{size(num_bytes)} to roll back a step that fails between two updates", num_bytes)
+    num_bytes = _checkpoint_bytes(setup)
+    add("cpu", f"{size(num_bytes)} for copies while a checkpoint is written", num_bytes)
     return parts
 
 
@@ -129,26 +131,32 @@ def _grouped(parts: dict[str, dict[str, int]]) -> dict[str, str]:
 def trainer_bytes(setup: RunSetup) -> Counter[str]:
     """Device -> bytes of weights, gradients, optimizer state and a frozen reference policy.
 
-    Ranks shard them, and rank 0 gathers the weights on the CPU, in fp32 and as they are published. A single
-    rank that computes in bf16 has a bf16 copy of the weights.
+    Ranks shard them, except for the critic, which rank 0 holds alone, and for adapters, which every rank
+    holds. Rank 0 gathers the weights on the CPU, in fp32 and as they are published. A single rank that
+    computes in bf16 has a bf16 copy of the weights.
     """
     config, devices = setup.config, setup.devices
     num_ranks = devices.num_ranks
     copy = 2 if config.trainer.dtype == "bfloat16" and num_ranks == 1 else 0
     reference = (copy or _WEIGHT) * _has_reference(setup)
-    num_bytes = (copy + reference) * setup.num_parameters
+    num_bytes, num_bytes_of_each = (copy + reference) * setup.num_parameters, 0
+    held = Counter[str]()
     if (lora := setup.lora) is None:
+        moments = (_WITH_MOMENTS - _WEIGHT) * setup.num_parameters
         num_bytes += _WITH_GRADIENT * setup.num_parameters
+        if config.trainer.offload_optimizer:
+            num_bytes -= moments
+            held["cpu"] += moments
     else:  # all weights, merged; for the adapted matrices also the original weights and a gradient
         layout = WeightLayout(setup.model)
         num_adapted = sum(map(math.prod, lora.target_shapes(layout).values()))
-        num_bytes += _WEIGHT * (setup.num_parameters + 2 * num_adapted)
-        num_bytes += _WITH_GRADIENT * lora.adapter_layout(layout).numel
+        num_frozen = num_adapted if num_ranks == 1 else setup.num_parameters  # whole shards have a gradient
+        num_bytes += _WEIGHT * (setup.num_parameters + 2 * num_frozen)
+        num_bytes_of_each = _WITH_GRADIENT * lora.adapter_layout(layout).numel
     if "values" not in setup.aux_columns:
-        num_bytes += (_WITH_GRADIENT + copy) * setup.num_critic_parameters
-    held = Counter[str]()
+        held[devices.trainer_device(0)] += (_WITH_GRADIENT + copy) * setup.num_critic_parameters
     for rank in range(num_ranks):
-        held[devices.trainer_device(rank)] += num_bytes // num_ranks
+        held[devices.trainer_device(rank)] += num_bytes // num_ranks + num_bytes_of_each
     if num_ranks > 1:
         rounded = setup.version_bytes if config.engine.dtype == "bfloat16" else 0
         held["cpu"] += _WEIGHT * setup.num_parameters + rounded
@@ -216,3 +224,13 @@ def _snapshot_bytes(setup: RunSetup) -> int:
     num_parameters = 0 if "values" in setup.aux_columns else setup.num_critic_parameters
     num_parameters += setup.num_parameters if setup.config.trainer.mini_batch_tokens else 0
     return _WITH_MOMENTS * num_parameters
+
+
+def _checkpoint_bytes(setup: RunSetup) -> int:
+    """Copies of weights and moments from which a checkpoint is written while training goes on."""
+    num_bytes = _WEIGHT * setup.num_parameters
+    if (lora := setup.lora) is None:
+        num_bytes += (_WITH_MOMENTS - _WEIGHT) * setup.num_parameters
+    else:
+        num_bytes += _WITH_MOMENTS * lora.adapter_layout(WeightLayout(setup.model)).numel
+    return num_bytes + _WITH_MOMENTS * setup.num_critic_parameters

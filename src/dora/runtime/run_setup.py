@@ -522,6 +522,7 @@ class RunSetup:
             activation_checkpointing=config.trainer.activation_checkpointing,
             temperature=config.sampling.temperature,
             lora=self.lora,
+            offload_optimizer=config.trainer.offload_optimizer,
             samples_have_reference="reference" in self.aux_columns,
         )
         return TrainerSpec(

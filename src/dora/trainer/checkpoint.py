@@ -1,6 +1,7 @@
 """Checkpoints: a Hugging Face folder plus everything that a resumed run needs.
 
-A checkpoint is written under another name, its manifest last, and renamed once it is complete.
+A checkpoint is written under another name, its manifest last, and renamed once it is complete. Several ranks
+write the optimizer's moments as shards, in torch's format of distributed checkpoints.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from dora.trainer.checkpoint_folders import find_damage, write_manifest
 
 OPTIMIZER_FILE = "optimizer.pt"  # the trainer's state
 SNAPSHOT_FILE = "core.json"  # the orchestrator's state, and the number of journal lines that led to it
+SHARDS_FOLDER = "optimizer"  # moments, if several ranks trained
 VERSIONS_FOLDER = "versions"  # older versions, in the format of the weight store
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -29,6 +32,14 @@ _TOKENIZER_FILES = (
     "generation_config.json",
     "chat_template.jinja",
 )
+
+
+def new_draft(folder: Path) -> Path:
+    """Where `folder` is written before it is complete; remains of an interrupted one are removed."""
+    draft = folder.with_name(folder.name + ".draft")
+    for leftover in (draft, folder.with_name(folder.name + ".old")):
+        shutil.rmtree(leftover, ignore_errors=True)
+    return draft
 
 
 def save_checkpoint(
@@ -40,17 +51,18 @@ def save_checkpoint(
     source: Path,
     *,
     extra_files: Mapping[str, str | bytes | Path] | None = None,
+    shards: Future[None] | None = None,
     fsync: bool = False,
 ) -> None:
     """Write `folder` so that it exists only once it is complete; replaces an existing one.
 
     `state` is `Trainer.state_dict()`. The tokenizer's files come from the model folder `source`.
-    `extra_files` map a name to text, bytes, or the file to copy. With `fsync` the checkpoint survives a power
-    failure.
+    `extra_files` map a name to text, bytes, or the file to copy. `shards` is `Trainer.save_state`'s, which
+    writes to SHARDS_FOLDER of `new_draft(folder)`. With `fsync` the checkpoint survives a power failure.
     """
+    if shards is None:
+        new_draft(folder)
     draft, old = folder.with_name(folder.name + ".draft"), folder.with_name(folder.name + ".old")
-    for leftover in (draft, old):
-        shutil.rmtree(leftover, ignore_errors=True)
     save_pretrained(draft, config, flat.detach().cpu())
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
@@ -64,6 +76,8 @@ def save_checkpoint(
         else:
             (draft / name).write_text(content)
     torch.save({"step": step, "trainer": state}, draft / OPTIMIZER_FILE)
+    if shards is not None:
+        shards.result()
     write_manifest(draft)
     if fsync:
         _fsync_folder(draft)
@@ -75,8 +89,13 @@ def save_checkpoint(
     shutil.rmtree(old, ignore_errors=True)
 
 
-def load_checkpoint(folder: Path) -> tuple[ModelConfig, Tensor, dict[str, Any], int]:
-    """Config, flat weights [numel], trainer state and step of a checkpoint. Raises ModelError."""
+def load_checkpoint(
+    folder: Path, *, reads_shards: bool = True
+) -> tuple[ModelConfig, Tensor, dict[str, Any], int]:
+    """Config, flat weights [numel], trainer state and step of a checkpoint. Raises ModelError.
+
+    Without `reads_shards` moments that several ranks wrote stay where they are: the state names their folder.
+    """
     path = folder / OPTIMIZER_FILE
     if not path.is_file():
         raise ModelError(f"{folder} has no {OPTIMIZER_FILE}: it is a model, not a checkpoint to resume from")
@@ -84,6 +103,13 @@ def load_checkpoint(folder: Path) -> tuple[ModelConfig, Tensor, dict[str, Any], 
         raise ModelError(f"{folder} is damaged: {damage}; remove it")
     config, flat = load_pretrained(folder)
     saved = torch.load(path, map_location="cpu", weights_only=True)
+    if (shards := folder / SHARDS_FOLDER).is_dir():
+        if reads_shards:
+            from dora.trainer.distributed import read_moments  # imports FSDP, which takes seconds
+
+            saved["trainer"]["optimizer"]["state"][0] |= read_moments(shards, config)
+        else:
+            saved["trainer"]["optimizer"]["shards"] = shards
     return config, flat, saved["trainer"], saved["step"]
 
 

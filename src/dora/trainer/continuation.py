@@ -14,7 +14,7 @@ from dora.errors import ModelError
 from dora.model.config import ModelConfig
 from dora.model.pretrained import load_config, load_pretrained
 from dora.model.weights import WeightLayout
-from dora.trainer.checkpoint import OPTIMIZER_FILE, load_checkpoint
+from dora.trainer.checkpoint import OPTIMIZER_FILE, SHARDS_FOLDER, load_checkpoint
 from dora.trainer.checkpoint_folders import MANIFEST, find_damage
 from dora.trainer.lora import LoraAdamW, LoraSettings
 
@@ -22,17 +22,20 @@ _MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
 _RTOL, _ATOL = 1e-5, 1e-6  # rounding of merged adapters on another device
 
 
-def load_start(checkpoint: Path | None, continued: Path | None) -> tuple[Tensor, dict[str, Any], int] | None:
+def load_start(
+    checkpoint: Path | None, continued: Path | None, *, reads_shards: bool = True
+) -> tuple[Tensor, dict[str, Any], int] | None:
     """Flat weights [numel], trainer state and number of steps with which a trainer starts.
 
     They are those of the run's own `checkpoint`, else those of the checkpoint of another run that is
-    `continued`, with 0 steps. None: the trainer starts with the initial model.
+    `continued`, with 0 steps. None: the trainer starts with the initial model. `reads_shards`: see
+    `load_checkpoint`.
     """
     if checkpoint is not None:
-        _, flat, state, step = load_checkpoint(checkpoint)
+        _, flat, state, step = load_checkpoint(checkpoint, reads_shards=reads_shards)
         return flat, state, step
     if continued is not None:
-        _, flat, state, _ = load_checkpoint(continued)
+        _, flat, state, _ = load_checkpoint(continued, reads_shards=reads_shards)
         return flat, {**state, "num_steps_done": 0}, 0
     return None
 
@@ -66,7 +69,7 @@ def _misfit(folder: Path, model: Path, lora: LoraSettings | None, num_critic_wei
         state = saved["trainer"]
     except (KeyError, TypeError, RuntimeError, UnpicklingError) as error:
         return f"{OPTIMIZER_FILE} cannot be read: {str(error).splitlines()[0]}: name another checkpoint"
-    reason = _optimizer_misfit(state.get("optimizer"), WeightLayout(config), lora)
+    reason = _optimizer_misfit(state.get("optimizer"), WeightLayout(config), lora, folder / SHARDS_FOLDER)
     if not reason and lora is not None:
         reason = _adapter_misfit(folder, model, lora, state["optimizer"]["adapters"])
     return reason or _critic_misfit(state.get("critic"), num_critic_weights)
@@ -81,16 +84,17 @@ def _differing(saved: ModelConfig, own: ModelConfig) -> str:
     return ""
 
 
-def _optimizer_misfit(optimizer: Any, layout: WeightLayout, lora: LoraSettings | None) -> str:
+def _optimizer_misfit(optimizer: Any, layout: WeightLayout, lora: LoraSettings | None, shards: Path) -> str:
     states = optimizer.get("state") if isinstance(optimizer, dict) else None
-    if not isinstance(states, dict) or any(moments.keys() != _MOMENTS for moments in states.values()):
+    expected_keys = {"step"} if shards.is_dir() else _MOMENTS  # shards have the same architecture, as checked
+    if not isinstance(states, dict) or any(moments.keys() != expected_keys for moments in states.values()):
         return "its optimizer is not DORA-RL's AdamW: another trainer wrote it"
     has_adapters = "adapters" in optimizer
     if has_adapters != (lora is not None):
         trained, own = ("LoRA adapters", "all weights") if has_adapters else ("all weights", "LoRA adapters")
         return f"its run trained {trained}, and this one trains {own}: set trainer.lora_rank as in its run"
     expected = layout.numel if lora is None else lora.adapter_layout(layout).numel
-    found = {moments["exp_avg"].numel() for moments in states.values()}  # none before the first update
+    found = {moments["exp_avg"].numel() for moments in states.values() if "exp_avg" in moments}
     if has_adapters:
         found.add(optimizer["adapters"].numel())
     if found - {expected}:

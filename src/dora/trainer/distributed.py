@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,9 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -31,8 +38,9 @@ from dora.model.decoder import LayerRunner
 from dora.model.moe import Router
 from dora.model.weights import WeightLayout
 from dora.trainer.learner import GradientAccumulator
+from dora.trainer.lora import Adapters
 from dora.trainer.metrics import StepMetrics
-from dora.trainer.optimizer import ShardedAdamW
+from dora.trainer.optimizer import ShardedAdamW, host_copy, local_part
 from dora.trainer.packing import PackedBatch, pack
 from dora.trainer.policy import Policy
 from dora.trainer.settings import Sample, TrainerSettings
@@ -91,9 +99,22 @@ class GatherCommand:
 
 @dataclass(frozen=True)
 class LoadCommand:
-    """Load shards of the weights from rank 0, and of the moments if `num_updates` is not 0."""
+    """Load shards of the weights from rank 0, and the moments after `num_updates` updates.
+
+    The moments are read from the checkpoint `folder`; they come from rank 0 if it is None. With `adapters`, a
+    state of `Adapters`, nothing else is loaded.
+    """
 
     num_updates: int
+    folder: Path | None
+    adapters: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class SaveCommand:
+    """Write shards of the moments to a new `folder` in the background."""
+
+    folder: Path
 
 
 RankCommand = (
@@ -104,6 +125,7 @@ RankCommand = (
     | RestoreCommand
     | GatherCommand
     | LoadCommand
+    | SaveCommand
 )
 
 
@@ -111,24 +133,35 @@ class RankGroup:
     """The process group of one trainer, as seen from one of its ranks."""
 
     def __init__(
-        self, rendezvous_file: Path, rank: int, num_ranks: int, device: torch.device, timeout_s: float
+        self, rendezvous: Path | str, rank: int, num_ranks: int, device: torch.device, timeout_s: float
     ) -> None:
-        """Wait for the other ranks at `rendezvous_file`, which is new. `timeout_s` limits each collective."""
+        """Wait for the other ranks. `timeout_s` limits each collective.
+
+        `rendezvous` is a new file for ranks of one machine; for ranks of several it is the host:port at which
+        rank 0 listens.
+        """
         self.rank, self.num_ranks, self.device = rank, num_ranks, device
-        if sys.platform == "linux":  # all ranks are on one machine: listen on loopback, unless set otherwise
+        self.spans_nodes = isinstance(rendezvous, str)
+        if isinstance(rendezvous, str):
+            interface, store = _interface_towards(rendezvous), f"tcp://{rendezvous}"
+        else:
+            interface, store = "lo", f"file://{rendezvous.absolute()}"
+        if sys.platform == "linux" and interface:  # where to listen, unless the user says otherwise
             for library in ("GLOO", "NCCL"):
-                os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"file://{rendezvous_file.absolute()}",
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            init_method=store,
             rank=rank,
             world_size=num_ranks,
             timeout=timedelta(seconds=timeout_s),
         )
         self.mesh = init_device_mesh(device.type, (num_ranks,))
+        self.host_mesh = init_device_mesh("cpu", (num_ranks,))
         self._command_group = dist.new_group(backend="gloo", timeout=_NO_TIMEOUT)
+        self.checkpoint_group = dist.new_group(backend="gloo", timeout=_NO_TIMEOUT)  # used by a thread
 
     def scatter(self, commands: Sequence[RankCommand]) -> None:
         """Send one command to each rank, rank 0 included. Rank 0 calls this."""
@@ -146,6 +179,16 @@ class RankGroup:
         gathered: list[Any] = [None] * self.num_ranks if self.rank == 0 else []
         dist.gather_object(own, gathered or None, dst=0, group=self._command_group)
         return gathered
+
+
+def _interface_towards(address: str) -> str:
+    """The network interface that this machine uses to reach host:port; "" if none has the source address."""
+    host, _, port = address.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing
+        own = probe.getsockname()[0]
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, addresses in interfaces if own in {a.address for a in addresses}), "")
 
 
 class DistributedLearner:
@@ -197,7 +240,9 @@ class DistributedLearner:
 
     def accumulate(self, micro_batches: Sequence[Sequence[Sample]], metrics: StepMetrics) -> None:
         own, *others = micro_batches
-        sent: list[Sequence[Sample]] = [(), *([_without_columns(s) for s in samples] for samples in others)]
+        if not self._group.spans_nodes:
+            others = [[_without_columns(s) for s in samples] for samples in others]
+        sent: list[Sequence[Sample]] = [(), *others]
         sent += [()] * (self.num_ranks - len(sent))
         with self._on_all_ranks([AccumulateCommand(samples, metrics.num_updates) for samples in sent]):
             for sums in self._group.gather(self._rank.accumulate(own, metrics.num_updates)):
@@ -231,21 +276,41 @@ class DistributedLearner:
         return self._unsharded.with_weights(_LazyWeights(views, self._group.device, self._dtype), None)
 
     def state_dict(self) -> dict[str, Any]:
-        optimizer = self._rank.optimizer
-        state: dict[str, Any] = {}
-        if optimizer.num_updates:
-            state["step"] = torch.tensor(float(optimizer.num_updates))
+        if isinstance(self._rank.optimizer, ShardedLora):
+            return self._rank.optimizer.adapters.state_dict()
+        state = self._step_state()
+        for own in state["state"].values():
             for name in MOMENTS:
-                state[name] = torch.empty_like(self._flat)
-                self._gather(name, state[name])
-        return {"state": {0: state} if state else {}}
+                own[name] = torch.empty_like(self._flat)
+                self._gather(name, own[name])
+        return state
+
+    def save_state(self, folder: Path) -> tuple[dict[str, Any], Future[None] | None]:
+        """The shards of the moments go to `folder`, in torch's format of distributed checkpoints.
+
+        Ranks of several nodes may not share the folder, so rank 0 gathers their moments.
+        """
+        if isinstance(self._rank.optimizer, ShardedLora):  # small, and equal on all ranks
+            return host_copy(self._rank.optimizer.adapters.state_dict()), None
+        if self._group.spans_nodes:
+            return self.state_dict(), None
+        state = self._step_state()
+        if not state["state"]:
+            return state, None
+        with self._on_all_ranks(SaveCommand(folder)):
+            saved = self._rank.save_moments(folder)
+        return state, saved
+
+    def _step_state(self) -> dict[str, Any]:
+        """The state of the optimizer without its moments."""
+        num_updates = self._rank.num_updates
+        return {"state": {0: {"step": torch.tensor(float(num_updates))}} if num_updates else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        loaded = state["state"].get(0, {"step": 0})
-        num_updates, moments = int(loaded["step"]), [loaded[name] for name in MOMENTS if name in loaded]
-        with self._on_all_ranks(LoadCommand(num_updates)):
-            self._rank.load_state(num_updates, self._flat, moments)
-        self._is_current = True
+        loaded, adapters = state["state"].get(0, {"step": 0}), state if "adapters" in state else None
+        with self._on_all_ranks(command := LoadCommand(int(loaded["step"]), state.get("shards"), adapters)):
+            self._rank.load_state(command, self._flat, loaded)
+        self._is_current = adapters is None
 
     def _gather(self, name: str, flat: Tensor) -> None:
         with self._on_all_ranks(GatherCommand(name, flat.dtype)):
@@ -305,8 +370,25 @@ class ShardedRank:
             self._reference = ShardedPolicy(config, settings, group.mesh, is_frozen=True)
             self._reference.load(reference)
         self._accumulator = GradientAccumulator(self._policy, settings, self._reference)
-        self.optimizer = ShardedAdamW(self._policy.shards, settings.weight_decay, settings.betas)
-        self.saved_shards: list[dict[str, Tensor]] = []
+        self.optimizer: ShardedAdamW | ShardedLora = (
+            ShardedLora(self._policy, config, settings)
+            if settings.lora
+            else ShardedAdamW(
+                self._policy.shards, settings.weight_decay, settings.betas, settings.offload_optimizer
+            )
+        )
+        self._group, self._restore = group, _nothing_saved
+        self._writer = ThreadPoolExecutor(max_workers=1)
+
+    @property
+    def is_lora(self) -> bool:
+        """Whether adapters are trained, and not the weights."""
+        return isinstance(self.optimizer, ShardedLora)
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of the weights so far."""
+        return 0 if isinstance(self.optimizer, ShardedLora) else self.optimizer.moments.num_updates
 
     def execute(self, command: RankCommand) -> StepMetrics | None:
         """Execute a follower's part of a command; returns the metrics to gather, if there are any."""
@@ -324,8 +406,10 @@ class ShardedRank:
                 self.restore()
             case GatherCommand(name, dtype):
                 self.gather(name, dtype, None)
-            case LoadCommand(num_updates):
-                self.load_state(num_updates, None, None)
+            case LoadCommand():
+                self.load_state(command, None, {})
+            case SaveCommand(folder):
+                self.save_moments(folder)  # rank 0 reports an error
         return None
 
     def accumulate(self, samples: Sequence[Sample], num_updates: int) -> StepMetrics:
@@ -348,26 +432,156 @@ class ShardedRank:
 
     def snapshot(self) -> None:
         """Copy this rank's weights and moments to host memory; replaces the last snapshot."""
-        self.saved_shards = []  # frees its memory first
-        self.saved_shards = self.optimizer.snapshot()
+        self._restore = _nothing_saved  # frees its memory first
+        self._restore = self.optimizer.snapshot()
 
     def restore(self) -> None:
         """Copy weights and moments back from the last snapshot."""
-        self.optimizer.restore(self.saved_shards)
+        self._restore()
 
     def gather(self, name: str, dtype: torch.dtype, flat: Tensor | None) -> None:
         """Gather the weights, or one of the optimizer's moments, in `flat` ([numel], `dtype`)."""
-        shards = self._policy.shards if name == WEIGHTS else self.optimizer.moments(name)
+        shards = self._policy.shards
+        if name != WEIGHTS:
+            assert isinstance(self.optimizer, ShardedAdamW)
+            shards = self._policy.as_shards(getattr(self.optimizer.moments, name))
         self._policy.gather([cast(DTensor, shard.to(dtype)) for shard in shards], flat)
 
-    def load_state(self, num_updates: int, flat: Tensor | None, moments: Sequence[Tensor] | None) -> None:
-        """Load the weights, and the optimizer's moments after `num_updates` updates; [numel] each."""
+    def save_moments(self, folder: Path) -> Future[None]:
+        """Copy this rank's moments to host memory, then write them to `folder` in a thread."""
+        assert isinstance(self.optimizer, ShardedAdamW)
+        moments = self.optimizer.moments
+        copies = {name: [x.to("cpu", copy=True) for x in getattr(moments, name)] for name in MOMENTS}
+        group, state = self._group.checkpoint_group, self._host_shards(copies)
+        return self._writer.submit(_write_shards, state, folder, group)
+
+    def load_state(self, command: LoadCommand, flat: Tensor | None, moments: Mapping[str, Tensor]) -> None:
+        """Load the weights and moments of rank 0, [numel] each, or what `command` says."""
+        if isinstance(self.optimizer, ShardedLora):
+            assert command.adapters is not None
+            self.optimizer.load_state_dict(command.adapters)
+            return
         self._policy.load(flat)
-        shards = {}
-        if num_updates:
-            given: Sequence[Tensor | None] = moments or [None] * len(MOMENTS)
-            shards = {name: self._policy.scatter(m) for name, m in zip(MOMENTS, given, strict=True)}
-        self.optimizer.load_moments(num_updates, shards)
+        own = self.optimizer.moments
+        own.num_updates = command.num_updates
+        for name in MOMENTS:
+            shards: list[Tensor] = getattr(own, name)
+            if not own.num_updates:
+                loaded = [torch.zeros_like(shard) for shard in shards]
+            elif command.folder is None:
+                loaded = [*map(local_part, self._policy.scatter(moments.get(name)))]
+            else:
+                loaded = [torch.empty_like(shard, device="cpu") for shard in shards]
+                group, parts = self._group.checkpoint_group, self._host_shards({name: loaded})
+                load(parts, checkpoint_id=command.folder, process_group=group)
+            for shard, part in zip(shards, loaded, strict=True):
+                shard.copy_(part)
+
+    def _host_shards(self, moments: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+        """Moments in host memory under the names of a checkpoint."""
+        shards = {name: self._policy.as_shards(own, self._group.host_mesh) for name, own in moments.items()}
+        return {shard_name(name, i): shard for name, own in shards.items() for i, shard in enumerate(own)}
+
+
+def shard_name(moment: str, unit: int) -> str:
+    """The name in a checkpoint of the moment of one `FsdpUnit`."""
+    return f"{moment}.{unit}"
+
+
+def read_moments(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
+    """The moments [numel] that ranks wrote to `folder`, whatever their number."""
+    units, numel = fsdp_units(config), WeightLayout(config).numel
+    moments = {name: torch.empty(numel) for name in MOMENTS}
+    parts = {
+        shard_name(name, i): unit.slice(flat)
+        for name, flat in moments.items()
+        for i, unit in enumerate(units)
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that a single process reads them
+        load(parts, checkpoint_id=folder, no_dist=True)
+    return moments
+
+
+def _write_shards(state: dict[str, Tensor], folder: Path, group: dist.ProcessGroup) -> None:
+    try:
+        save(state, checkpoint_id=folder, process_group=group)
+    except CheckpointException as error:  # has the error of every rank that failed
+        raise next(iter(error.failures.values()))[0] from error
+
+
+def _nothing_saved() -> None:
+    raise RunError("there is no snapshot to restore; take one first")
+
+
+class ShardedLora:
+    """AdamW on adapters of sharded weights, whose merged matrices are updated in place.
+
+    Every rank holds all adapters and updates them alike; weights, gradients and the base weights are shards.
+    """
+
+    def __init__(self, policy: ShardedPolicy, config: ModelConfig, settings: TrainerSettings) -> None:
+        """The shards of `policy` are the base weights."""
+        assert settings.lora is not None
+        self._base = [local_part(shard).clone() for shard in policy.shards]
+        layout, decay = WeightLayout(config), settings.weight_decay
+        self._offsets = layout.offsets
+        self.adapters = Adapters(layout, settings.lora, decay, settings.betas, self._base[0])
+        self._policy, self.shards = policy, policy.shards
+        for shard in self.shards:
+            shard.grad = torch.zeros_like(shard)
+
+    def step(self, divisor: float, lr: float, max_grad_norm: float) -> float:
+        """As `ShardedAdamW.step`; the norm is that of the adapters' gradient. Gathers one unit at a time."""
+        for unit, shard in zip(self._policy.units, self.shards, strict=True):
+            if not (targets := self.adapters.target_shapes.keys() & unit.shapes.keys()):
+                continue
+            assert shard.grad is not None
+            views = unit.views(cast(DTensor, shard.grad).full_tensor().div_(divisor))
+            for name in targets:
+                self.adapters.set_gradient(name, views[name])
+        self.zero_grad()
+        norm = self.adapters.step(lr, max_grad_norm)
+        self._merge()
+        return norm
+
+    def zero_grad(self) -> None:
+        """Clear the accumulated gradient."""
+        for shard in self.shards:
+            assert shard.grad is not None
+            shard.grad.zero_()
+
+    def snapshot(self) -> Callable[[], None]:
+        """Copy the adapters and their moments to host memory; returns the function that restores them."""
+        state = host_copy(self.adapters.state_dict())
+
+        def restore() -> None:
+            self.zero_grad()
+            self.adapters.load_state_dict(state)
+            self._merge()
+
+        return restore
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state of `Adapters`, and merge it into the base weights."""
+        self.adapters.load_state_dict(state)
+        self._merge()
+
+    @torch.no_grad()
+    def _merge(self) -> None:
+        """Write base + alpha / rank * B A to this rank's shards, a matrix at a time."""
+        for shard, base, start in zip(self.shards, self._base, self._policy.shard_starts, strict=True):
+            local = local_part(shard).copy_(base)
+            for name, (num_rows, num_columns) in self.adapters.target_shapes.items():
+                offset = self._offsets[name]
+                first = max(offset, start)
+                last = min(offset + num_rows * num_columns, start + local.numel())
+                if first >= last:
+                    continue
+                rows = slice((first - offset) // num_columns, -(-(last - offset) // num_columns))
+                begin = offset + rows.start * num_columns  # of these rows in the flat buffer
+                added = self.adapters.product(name, rows).view(-1)[first - begin : last - begin]
+                local[first - start : last - start] += added
 
 
 @dataclass(frozen=True)
@@ -417,10 +631,10 @@ class ShardedPolicy(Policy):
         self, config: ModelConfig, settings: TrainerSettings, mesh: DeviceMesh, is_frozen: bool = False
     ) -> None:
         """A frozen policy has no gradient, and keeps no gathered weights."""
-        device, self._mesh, self._fsdp_units = torch.device(mesh.device_type), mesh, fsdp_units(config)
+        device, self._mesh, self.units = torch.device(mesh.device_type), mesh, fsdp_units(config)
         dtype = getattr(torch, settings.dtype)
         gathered = {_NORM: torch.empty(0, device=device)}  # a placeholder that has the device
-        self._root = _RootModule(self._fsdp_units, gathered, dtype)
+        self._root = _RootModule(self.units, gathered, dtype)
         self._root.requires_grad_(not is_frozen)
         precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         for layer in self._root.layers:
@@ -446,6 +660,27 @@ class ShardedPolicy(Policy):
         modules = (self._root.first, *self._root.layers, self._root.last)
         return [cast(DTensor, module.flat) for module in modules]
 
+    @property
+    def shard_starts(self) -> list[int]:
+        """Where this rank's shards start in the flat buffer."""
+        rank, num_ranks = self._mesh.get_local_rank(), self._mesh.size()
+        return [unit.start + min(unit.numel, rank * -(-unit.numel // num_ranks)) for unit in self.units]
+
+    def as_shards(self, parts: Sequence[Tensor], mesh: DeviceMesh | None = None) -> list[DTensor]:
+        """This rank's `parts` of flat buffers as shards of the units; by default on the weights' mesh."""
+        mesh = mesh or self._mesh
+        return [
+            DTensor.from_local(
+                part.to(mesh.device_type),
+                mesh,
+                [Shard(0)],
+                run_check=False,
+                shape=torch.Size((unit.numel,)),
+                stride=(1,),
+            )
+            for unit, part in zip(self.units, parts, strict=True)
+        ]
+
     def logprobs(self, batch: PackedBatch, router: Router | None = None) -> tuple[Tensor, Tensor]:
         self._next_layers = iter(self._root.layers)
         result: tuple[Tensor, Tensor] = self._root(partial(super().logprobs, batch, router))
@@ -458,7 +693,7 @@ class ShardedPolicy(Policy):
     def scatter(self, flat: Tensor | None) -> list[DTensor]:
         """Shards of rank 0's `flat` ([numel]), unit by unit; None on the other ranks."""
         shards = []
-        for unit in self._fsdp_units:
+        for unit in self.units:
             whole = torch.empty(unit.numel) if flat is None else unit.slice(flat)
             shards.append(distribute_tensor(whole.to(self.device), self._mesh, [Shard(0)]))
         return shards
@@ -466,7 +701,7 @@ class ShardedPolicy(Policy):
     @torch.no_grad()
     def gather(self, shards: Sequence[DTensor], flat: Tensor | None) -> None:
         """Gather shards in rank 0's `flat` ([numel]), unit by unit; None on the other ranks."""
-        for unit, shard in zip(self._fsdp_units, shards, strict=True):
+        for unit, shard in zip(self.units, shards, strict=True):
             whole = shard.full_tensor()
             if flat is not None:
                 unit.slice(flat).copy_(whole)

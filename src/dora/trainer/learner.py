@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +23,7 @@ from dora.trainer.corrections import CorrectedTokens, apply_correction
 from dora.trainer.lora import LoraAdamW
 from dora.trainer.loss import POLICY_LOSSES, LossInputs, kl_divergence, unnormalized_token_weights
 from dora.trainer.metrics import StepMetrics
-from dora.trainer.optimizer import Bf16Weights, FlatAdamW, snapshot_local_state
+from dora.trainer.optimizer import Bf16Weights, FlatAdamW, host_copy, snapshot_local_state
 from dora.trainer.packing import PackedBatch, TokenIds, pack_samples
 from dora.trainer.perf import forward_flops
 from dora.trainer.policy import BatchLogprobs, Policy
@@ -69,8 +71,18 @@ class Learner(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, in the layout of torch's AdamW over one flat parameter."""
 
+    def save_state(self, folder: Path) -> tuple[dict[str, Any], Future[None] | None]:
+        """A copy of the `state_dict` in host memory, for a checkpoint.
+
+        Several ranks return it without the moments: they copy their shards, write them to `folder`, which is
+        new, and resolve the future when all are written.
+        """
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict`, also one of another number of ranks."""
+        """Restore a `state_dict`, also one of another number of ranks.
+
+        Several ranks read the moments from the folder `state["shards"]` if there is one.
+        """
 
 
 class LocalLearner:
@@ -93,7 +105,7 @@ class LocalLearner:
         self._optimizer: FlatAdamW | LoraAdamW = (
             LoraAdamW(self._layout, flat, settings.lora, decay, betas)
             if settings.lora
-            else FlatAdamW(self._layout, flat, decay, betas)
+            else FlatAdamW(self._layout, flat, decay, betas, settings.offload_optimizer)
         )
         self._bf16 = None
         if settings.dtype == "bfloat16":
@@ -141,6 +153,9 @@ class LocalLearner:
 
     def state_dict(self) -> dict[str, Any]:
         return self._optimizer.state_dict()
+
+    def save_state(self, folder: Path) -> tuple[dict[str, Any], Future[None] | None]:
+        return host_copy(self._optimizer.state_dict()), None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._optimizer.load_state_dict(dict(state))

@@ -57,6 +57,62 @@ class MatrixLayout(WeightLayout):
             self.numel += math.prod(shape)
 
 
+class Adapters:
+    """The factors A and B of all adapted matrices, [numel of the factors], with their AdamW."""
+
+    def __init__(
+        self,
+        layout: WeightLayout,
+        lora: LoraSettings,
+        weight_decay: float,
+        betas: tuple[float, float],
+        like: Tensor,
+    ) -> None:
+        """`layout` is the whole model's, `like` has device and dtype of its weights.
+
+        As in PEFT, A is drawn at random (seed 0) and B starts at 0.
+        """
+        self.target_shapes, self._scale = lora.target_shapes(layout), lora.alpha / lora.rank
+        adapters = lora.adapter_layout(layout)
+        self.flat = _initial_adapters(adapters).to(like)
+        self._factors = adapters.views(self.flat)
+        self._adamw = FlatAdamW(adapters, self.flat, weight_decay, betas)
+        self._gradients = adapters.views(self._adamw.gradient)
+
+    def set_gradient(self, name: str, gradient: Tensor) -> None:
+        """Set the factors' gradients from that of the merged matrix `name` [out, in], by the chain rule."""
+        a, b = self._factors_of(name)
+        torch.mm(b.T, gradient, out=self._gradients[_factor_name(name, A)]).mul_(self._scale)
+        torch.mm(gradient, a.T, out=self._gradients[_factor_name(name, B)]).mul_(self._scale)
+
+    def step(self, lr: float, max_grad_norm: float) -> float:
+        """As `FlatAdamW.step`; the norm is that of the adapters' gradient."""
+        return self._adamw.step(lr, max_grad_norm)
+
+    def product(self, name: str, rows: slice) -> Tensor:
+        """These rows of alpha / rank * B A, which adds to the matrix `name` [out, in]."""
+        a, b = self._factors_of(name)
+        return (b[rows] @ a).mul_(self._scale)
+
+    def merge(self, name: str, base: Tensor, out: Tensor) -> None:
+        """Write base + alpha / rank * B A of a matrix [out, in] to `out`."""
+        a, b = self._factors_of(name)
+        torch.addmm(base, b, a, alpha=self._scale, out=out)
+
+    def _factors_of(self, name: str) -> tuple[Tensor, Tensor]:
+        """A [rank, in] and B [out, rank] of a matrix."""
+        return self._factors[_factor_name(name, A)], self._factors[_factor_name(name, B)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Adapters [numel of the factors] and their moments."""
+        return {**self._adamw.state_dict(), "adapters": self.flat}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state_dict`."""
+        self.flat.copy_(state["adapters"])
+        self._adamw.load_state_dict(dict(state))
+
+
 class LoraAdamW:
     """AdamW on adapters of `flat` ([numel], fp32), whose merged matrices are updated in place."""
 
@@ -68,9 +124,10 @@ class LoraAdamW:
         weight_decay: float,
         betas: tuple[float, float],
     ) -> None:
-        """`flat` are the base weights. As in PEFT, A is drawn at random (seed 0) and B starts at 0."""
-        self.flat, self._scale = flat, lora.alpha / lora.rank
-        targets, adapters = MatrixLayout(lora.target_shapes(layout)), lora.adapter_layout(layout)
+        """`flat` are the base weights."""
+        self.flat = flat
+        self._adapters = Adapters(layout, lora, weight_decay, betas, flat)
+        targets = MatrixLayout(self._adapters.target_shapes)
         self._merged = {name: view for name, view in layout.views(flat).items() if name in targets.shapes}
         self._base = {name: view.detach().clone() for name, view in self._merged.items()}
         self.gradient = torch.zeros(targets.numel, dtype=flat.dtype, device=flat.device)
@@ -78,38 +135,29 @@ class LoraAdamW:
         self.weights = {name: view.detach() for name, view in layout.views(flat).items()}
         for name, gradient in self._gradients.items():
             self.weights[name].requires_grad_().grad = gradient
-        self._adapters = _initial_adapters(adapters).to(flat)
-        self._factors = adapters.views(self._adapters)
-        self._adamw = FlatAdamW(adapters, self._adapters, weight_decay, betas)
-        self._factor_gradients = adapters.views(self._adamw.gradient)
 
     def step(self, lr: float, max_grad_norm: float) -> float:
-        """As `FlatAdamW.step`; the norm is that of the adapters' gradient."""
-        gradients = self._factor_gradients
+        """As `Adapters.step`."""
         for name, gradient in self._gradients.items():
-            a, b = self._factors[_factor_name(name, A)], self._factors[_factor_name(name, B)]
-            torch.mm(b.T, gradient, out=gradients[_factor_name(name, A)]).mul_(self._scale)
-            torch.mm(gradient, a.T, out=gradients[_factor_name(name, B)]).mul_(self._scale)
+            self._adapters.set_gradient(name, gradient)
         self.gradient.zero_()
-        norm = self._adamw.step(lr, max_grad_norm)
+        norm = self._adapters.step(lr, max_grad_norm)
         self._merge()
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Adapters [numel of the factors] and their moments."""
-        return {**self._adamw.state_dict(), "adapters": self._adapters}
+        """See `Adapters.state_dict`."""
+        return self._adapters.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`, and merge its adapters into the weights."""
-        self._adapters.copy_(state["adapters"])
-        self._adamw.load_state_dict(state)
+        self._adapters.load_state_dict(state)
         self._merge()
 
     @torch.no_grad()
     def _merge(self) -> None:
         for name, merged in self._merged.items():
-            a, b = self._factors[_factor_name(name, A)], self._factors[_factor_name(name, B)]
-            torch.addmm(self._base[name], b, a, alpha=self._scale, out=merged)
+            self._adapters.merge(name, self._base[name], merged)
 
 
 def peft_files(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -28,23 +28,99 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _NORM_CHUNK = (2**16, 2**28)  # elements, on a CPU and on a GPU
+_OFFLOAD_CHUNK = 2**26  # elements: 256 MB of each moment
 _FP32_GRADIENTS = ("model.embed_tokens.weight", "lm_head.weight")  # sums over tokens, or chunks of them
 
 
-class FlatAdamW:
-    """AdamW (arXiv 1711.05101) on `flat` ([numel], fp32), updated in place."""
+class Moments:
+    """AdamW's moments (arXiv 1711.05101) of flat tensors, which `update` changes in place.
+
+    Offloaded moments are in host memory. An update copies them to the device of the weights and back, a
+    chunk at a time, and computes there, so both forms give the same bits.
+    """
 
     def __init__(
-        self, layout: WeightLayout, flat: Tensor, weight_decay: float, betas: tuple[float, float]
+        self,
+        weights: Sequence[Tensor],
+        weight_decay: float,
+        betas: tuple[float, float],
+        is_offloaded: bool = False,
+        chunk: int = _OFFLOAD_CHUNK,
     ) -> None:
+        """`weights` are of one device, [numel] each. At most `chunk` numbers of a moment are on it."""
+        self._weight_decay, self._betas, self._chunk = weight_decay, betas, chunk
+        self.is_offloaded, self.num_updates = is_offloaded, 0
+        make = _host_zeros if is_offloaded else torch.zeros_like
+        self.exp_avg, self.exp_avg_sq = ([*map(make, weights)] for _ in range(2))
+
+    @torch.no_grad()
+    def update(self, weights: Sequence[Tensor], gradients: Sequence[Tensor], lr: float) -> None:
+        """One step of AdamW at the rate `lr`."""
+        self.num_updates += 1
+        if not self.is_offloaded:
+            self._compute(weights, gradients, self.exp_avg, self.exp_avg_sq, lr)
+            return
+        for whole in zip(weights, gradients, self.exp_avg, self.exp_avg_sq, strict=True):
+            for weight, gradient, *saved in zip(*(x.split(self._chunk) for x in whole), strict=True):
+                first, second = (x.to(weight.device, non_blocking=True, copy=True) for x in saved)
+                self._compute([weight], [gradient], [first], [second], lr)
+                for host, moment in zip(saved, (first, second), strict=True):
+                    host.copy_(moment, non_blocking=True)
+        if weights and weights[0].is_cuda:
+            torch.cuda.current_stream(weights[0].device).synchronize()  # the host may read the moments now
+
+    def _compute(
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        exp_avg: Sequence[Tensor],
+        exp_avg_sq: Sequence[Tensor],
+        lr: float,
+    ) -> None:
+        """Call torch's function: its AdamW class does no more, and imports torch's compiler for a second."""
+        beta1, beta2 = self._betas
+        steps = [torch.full((), self.num_updates - 1.0, device=x.device) for x in weights]
+        adamw(
+            [*weights],
+            [*gradients],
+            [*exp_avg],
+            [*exp_avg_sq],
+            [],
+            steps,
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=lr,
+            weight_decay=self._weight_decay,
+            eps=1e-8,
+            maximize=False,
+        )
+
+
+def _host_zeros(like: Tensor) -> Tensor:
+    """Zeros in host memory, which a GPU copies from and to directly."""
+    return torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+
+
+class FlatAdamW:
+    """AdamW on `flat` ([numel], fp32), updated in place."""
+
+    def __init__(
+        self,
+        layout: WeightLayout,
+        flat: Tensor,
+        weight_decay: float,
+        betas: tuple[float, float],
+        is_offloaded: bool = False,
+    ) -> None:
+        """`is_offloaded`: see `Moments`."""
         self.flat = flat
         self.gradient = torch.zeros_like(flat)
         self.weights = {name: view.detach().requires_grad_() for name, view in layout.views(flat).items()}
         for name, view in layout.views(self.gradient).items():
             self.weights[name].grad = view
-        self._weight_decay, self._betas = weight_decay, betas
-        self._state = {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}
-        self._state["step"] = torch.zeros((), device=flat.device)
+        self._moments = Moments([flat], weight_decay, betas, is_offloaded)
 
     def step(self, lr: float, max_grad_norm: float) -> float:
         """Clip the accumulated gradient, update the weights, clear the gradient.
@@ -59,41 +135,26 @@ class FlatAdamW:
         except RunError:
             self.gradient.zero_()
             raise
-        self._update(lr)
+        self._moments.update([self.flat], [self.gradient], lr)
         self.gradient.zero_()
         return norm
 
     def state_dict(self) -> dict[str, Any]:
         """Moments in the layout of torch.optim.AdamW; empty before the first step."""
-        return {"state": {0: dict(self._state)} if self._state["step"] else {}}
+        moments = self._moments
+        if not moments.num_updates:
+            return {"state": {}}
+        step = torch.tensor(float(moments.num_updates))
+        return {
+            "state": {0: {"exp_avg": moments.exp_avg[0], "exp_avg_sq": moments.exp_avg_sq[0], "step": step}}
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`."""
-        loaded = state["state"].get(0)
-        for name, value in self._state.items():
-            value.copy_(loaded[name]) if loaded else value.zero_()
-
-    @torch.no_grad()
-    def _update(self, lr: float) -> None:
-        """Call torch's function: its AdamW class does no more, and imports torch's compiler for a second."""
-        exp_avg, exp_avg_sq, step = (self._state[name] for name in ("exp_avg", "exp_avg_sq", "step"))
-        beta1, beta2 = self._betas
-        adamw(
-            [self.flat],
-            [self.gradient],
-            [exp_avg],
-            [exp_avg_sq],
-            [],
-            [step],
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=lr,
-            weight_decay=self._weight_decay,
-            eps=1e-8,
-            maximize=False,
-        )
+        moments, loaded = self._moments, state["state"].get(0)
+        moments.num_updates = int(loaded["step"]) if loaded else 0
+        for name, own in (("exp_avg", moments.exp_avg[0]), ("exp_avg_sq", moments.exp_avg_sq[0])):
+            own.copy_(loaded[name]) if loaded else own.zero_()
 
 
 class Bf16Weights:
@@ -138,22 +199,28 @@ class ShardedAdamW:
     Autograd leaves in each shard's gradient a sum over the ranks, times the divisor of the batch.
     """
 
-    def __init__(self, shards: Sequence[DTensor], weight_decay: float, betas: tuple[float, float]) -> None:
+    def __init__(
+        self,
+        shards: Sequence[DTensor],
+        weight_decay: float,
+        betas: tuple[float, float],
+        is_offloaded: bool = False,
+    ) -> None:
+        """`is_offloaded`: see `Moments`."""
         self.shards = shards
         for shard in shards:
             shard.grad = torch.zeros_like(shard)
-        self._adamw = torch.optim.AdamW(shards, betas=betas, weight_decay=weight_decay, fused=True)
+        self.moments = Moments([*map(local_part, shards)], weight_decay, betas, is_offloaded)
 
     def step(self, divisor: float, lr: float, max_grad_norm: float) -> float:
         """As `FlatAdamW.step`, with the gradient divided by `divisor`; the result is equal on all ranks."""
-        gradients = [shard.grad.to_local() for shard in self.shards]  # type: ignore[union-attr]
+        gradients = [local_part(shard.grad) for shard in self.shards]  # type: ignore[arg-type]
         squares = torch.stack([_sum_of_squares(gradient) for gradient in gradients]).sum()
         dist.all_reduce(squares)
         norm = math.sqrt(float(squares)) / divisor
         try:
             torch._foreach_mul_(gradients, _clip_factor(norm, max_grad_norm) / divisor)
-            self._adamw.param_groups[0]["lr"] = lr
-            self._adamw.step()
+            self.moments.update([*map(local_part, self.shards)], gradients, lr)
         finally:
             self.zero_grad()
         return norm
@@ -164,48 +231,26 @@ class ShardedAdamW:
             assert shard.grad is not None
             shard.grad.zero_()
 
-    @property
-    def num_updates(self) -> int:
-        """Updates of the weights so far; before the first one there are no moments."""
-        return max((int(state["step"]) for state in self._adamw.state.values()), default=0)
+    def snapshot(self) -> Callable[[], None]:
+        """Copy this rank's weights and moments to host memory; returns the function that restores them."""
+        num_updates = self.moments.num_updates
+        saved = [x.to("cpu", copy=True) for x in self._tensors()]
 
-    @torch.no_grad()
-    def snapshot(self) -> list[dict[str, Tensor]]:
-        """Copy this rank's weights and moments to host memory, shard by shard."""
-        return [
-            {name: _local(x).to("cpu", copy=True) for name, x in self._tensors(shard).items()}
-            for shard in self.shards
-        ]
+        def restore() -> None:
+            self.moments.num_updates = num_updates
+            for own, copy in zip(self._tensors(), saved, strict=True):
+                own.copy_(copy)
+            self.zero_grad()
 
-    @torch.no_grad()
-    def restore(self, snapshot: Sequence[Mapping[str, Tensor]]) -> None:
-        """Copy weights and moments back from a `snapshot`, and clear the gradient."""
-        for shard, saved in zip(self.shards, snapshot, strict=True):
-            if len(saved) == 1:  # before the first update
-                self._adamw.state.pop(shard, None)
-            for name, tensor in self._tensors(shard).items():
-                _local(tensor).copy_(saved[name])
-        self.zero_grad()
+        return restore
 
-    def _tensors(self, shard: DTensor) -> dict[str, Tensor]:
-        return {"weights": shard, **self._adamw.state.get(shard, {})}
-
-    def moments(self, name: str) -> list[DTensor]:
-        """The shards of one moment, "exp_avg" or "exp_avg_sq"."""
-        return [self._adamw.state[shard][name] for shard in self.shards]
-
-    def load_moments(self, num_updates: int, moments: Mapping[str, Sequence[DTensor]]) -> None:
-        """Replace the moments, which have the sharding of the weights; there are none before an update."""
-        self._adamw.state.clear()
-        for i, shard in enumerate(self.shards if moments else ()):
-            step = torch.tensor(float(num_updates), device=shard.device)
-            self._adamw.state[shard] = {"step": step, **{name: own[i] for name, own in moments.items()}}
+    def _tensors(self) -> list[Tensor]:
+        return [*map(local_part, self.shards), *self.moments.exp_avg, *self.moments.exp_avg_sq]
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.detach()
+def local_part(tensor: DTensor | Tensor) -> Tensor:
+    """This rank's part of a sharded tensor."""
+    return cast("DTensor", tensor).to_local().detach()
 
 
 def _sum_of_squares(flat: Tensor) -> Tensor:
@@ -286,7 +331,7 @@ def rollback_on_error(*states: Snapshottable) -> Iterator[None]:
 
 def snapshot_local_state(state: LocalState) -> Callable[[], None]:
     """`Snapshottable.snapshot` for the state of one process."""
-    flat, optimizer = state.flat.detach().to("cpu", copy=True), _host_copy(state.state_dict())
+    flat, optimizer = state.flat.detach().to("cpu", copy=True), host_copy(state.state_dict())
 
     def restore() -> None:
         state.flat.copy_(flat)
@@ -296,10 +341,10 @@ def snapshot_local_state(state: LocalState) -> Callable[[], None]:
     return restore
 
 
-def _host_copy(value: Any) -> Any:
+def host_copy(value: Any) -> Any:
     """Nested dictionaries and lists with copies of their tensors in host memory."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: _host_copy(item) for key, item in value.items()}
-    return [_host_copy(item) for item in value] if isinstance(value, list) else value
+        return {key: host_copy(item) for key, item in value.items()}
+    return [host_copy(item) for item in value] if isinstance(value, list) else value

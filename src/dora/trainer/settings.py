@@ -31,7 +31,8 @@ class TrainerSettings:
     takes several updates of about this many response tokens each, and divides their gradients by it.
     `temperature` is the sampling temperature of the samples. At most `logits_chunk_tokens` rows of vocabulary
     logits exist at a time. With `lora`, adapters are trained instead of the weights. With
-    `samples_have_reference` the trainer reads the reference policy's log-probs from its samples.
+    `offload_optimizer` AdamW's moments of the weights are in host memory. With `samples_have_reference` the
+    trainer reads the reference policy's log-probs from its samples.
     """
 
     lr: float
@@ -60,6 +61,7 @@ class TrainerSettings:
     activation_checkpointing: bool = False
     logits_chunk_tokens: int = 256
     lora: LoraSettings | None = None
+    offload_optimizer: bool = False
     samples_have_reference: bool = False
 
     @property

@@ -10,7 +10,9 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from dora.trainer.learner import ComputeLogprobs, Learner, LocalLearner
 from dora.trainer.logprobs import response_logprobs
 from dora.trainer.loss import batch_divisor, unnormalized_token_weights
 from dora.trainer.metrics import StepMetrics, ages_to_check, choose_spot_checks
-from dora.trainer.optimizer import Snapshottable, learning_rate, rollback_on_error
+from dora.trainer.optimizer import Snapshottable, host_copy, learning_rate, rollback_on_error
 from dora.trainer.packing import balanced_micro_batches, sequential_micro_batches, split_mini_batches
 from dora.trainer.recipe import LOSS_TRAITS
 from dora.trainer.settings import Sample, TrainerSettings
@@ -249,6 +251,14 @@ class Trainer:
         if self.critic is not None:
             state["critic"] = {"flat": self.critic.flat, "optimizer": self.critic.state_dict()}
         return state
+
+    def save_state(self, folder: Path) -> tuple[dict[str, Any], Future[None] | None]:
+        """A copy of the `state_dict` in host memory for a checkpoint; see `Learner.save_state`."""
+        optimizer, shards = self._learner.save_state(folder)
+        state: dict[str, Any] = {"num_steps_done": self.num_steps_done, "optimizer": optimizer}
+        if (critic := self.critic) is not None:
+            state["critic"] = host_copy({"flat": critic.flat, "optimizer": critic.state_dict()})
+        return state, shards
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`."""

@@ -96,6 +96,7 @@ class TrainerSpec:
     peak_tflops: float | None = None
     rank: int = 0
     num_ranks: int = 1
+    rank_address: str = ""  # host:port where rank 0 awaits ranks of other nodes; "": all are on one node
     rank_timeout_s: float = 600.0  # for the other ranks
     critic: CriticSpec | None = None
     columns: tuple[str, ...] = ()  # those that auxiliary workers fill

@@ -17,6 +17,7 @@ from dora.runtime.process.stream_workers import ConsumerSpec
 from dora.stream.run_stream import StorageSpec
 
 ROUNDING = 1e-6  # 0.3 / 0.1 is less than 3
+_FOLLOWER = "trainer rank"  # one that may run on any node
 _ROLES = {
     EngineSpec: "engine",
     ConsumerSpec: "reward worker",
@@ -50,16 +51,20 @@ class ProcessResources:
 def run_resources(config: Config) -> list[ProcessResources]:
     """The resources of all processes that a run starts with.
 
-    The trainer publishes versions into files that the engines of its node map, and trainer and storage share
-    blocks of memory: both run on the driver's node.
+    The trainer's rank 0 publishes versions into files that the engines of its node map, and shares blocks of
+    memory with the storage: both run on the driver's node.
     """
     cluster, trainer = config.ray, config.trainer
     num_trainers = trainer.num_ranks + len({*trainer.aux_workers})
     of_trainer = ProcessResources(
         "trainer", cluster.trainer_cpus, float(is_gpu(trainer.device)), on_driver_node=True
     )
+    followers: list[ProcessResources] = []
+    if cluster.trainer_nodes == "any":
+        followers = [replace(of_trainer, role=_FOLLOWER, on_driver_node=False)] * (trainer.num_ranks - 1)
     return [
-        *[of_trainer] * num_trainers,
+        *[of_trainer] * (num_trainers - len(followers)),
+        *followers,
         ProcessResources("storage", 0.0, on_driver_node=True),  # it only keeps an index
         *[ProcessResources("reward worker", cluster.reward_cpus)] * config.num_reward_workers,
         *[engine_resources(config)] * (config.num_engines + trainer.elastic),
@@ -109,6 +114,8 @@ def describe_shortage(processes: list[ProcessResources], cluster: Mapping[str, f
 
 def role_of(spec: Any) -> str | None:
     """The role of a process, by its spec; None if it always runs beside the driver."""
+    if isinstance(spec, TrainerSpec) and spec.rank_address and spec.rank:
+        return _FOLLOWER
     return _ROLES.get(type(spec))
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,38 +23,91 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ExtraFiles = dict[str, str | bytes | Path]
+Reply = CheckpointSaved | CheckpointFailed
 
 
-def write_checkpoint(
-    request: SaveCheckpoint,
-    model: Path,
-    flat: Tensor,
-    step: int,
-    extras: Callable[[], tuple[dict[str, Any], ExtraFiles]],
-) -> CheckpointSaved | CheckpointFailed:
-    """Write the weights `flat` [numel] (fp32) after `step` as a checkpoint.
+@dataclass(frozen=True)
+class TrainerState:
+    """What a checkpoint of a trainer after `step` is made of, in host memory.
 
-    `extras` returns the trainer's state and further files. `model` is the folder of the initial policy.
+    `flat` are the weights [numel] in fp32, `state` is `TrainingEngine.state_dict()`. `shards` resolves once
+    all ranks have written the moments. `finish` may add to state and files before they are written.
     """
+
+    step: int
+    flat: Tensor
+    state: dict[str, Any]
+    shards: Future[None] | None = None
+    finish: Callable[[dict[str, Any]], ExtraFiles] = lambda state: {}
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one trainer in a thread, one after another.
+
+    The trainer stops while its state is copied, and while the previous checkpoint is not written yet.
+    """
+
+    def __init__(self, model: Path, send: Callable[[Reply], None]) -> None:
+        """`model` is the folder of the initial policy; `send` sends the reply of each request."""
+        self._model, self._send = model, send
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._pending: Future[None] | None = None
+
+    def start(self, request: SaveCheckpoint, step: int, copy_state: Callable[[Path], TrainerState]) -> None:
+        """Copy the state after `step`; the reply is sent once the checkpoint is written, or cannot be.
+
+        `copy_state` gets a new folder for shards.
+        """
+        from dora.trainer.checkpoint import SHARDS_FOLDER, new_draft
+
+        if self._pending is not None:
+            self._pending.result()
+        try:
+            state = copy_state(new_draft(request.folder / f"step-{step}") / SHARDS_FOLDER)
+        except Exception as error:  # out of host memory, for one
+            self._send(_failed(request, step, error))
+            return
+        self._pending = self._thread.submit(self._write, request, state)
+
+    def _write(self, request: SaveCheckpoint, state: TrainerState) -> None:
+        self._send(write_checkpoint(request, self._model, state))
+
+
+def write_checkpoint(request: SaveCheckpoint, model: Path, trainer: TrainerState) -> Reply:
+    """Write a checkpoint; `model` is the folder of the initial policy."""
     from dora.model.pretrained import load_config
     from dora.trainer.checkpoint import SNAPSHOT_FILE, VERSIONS_FOLDER, save_checkpoint
     from dora.trainer.checkpoint_folders import prune_checkpoints
 
-    path = request.folder / f"step-{step}"
+    path = request.folder / f"step-{trainer.step}"
     try:
-        state, files = extras()
-        files |= {SNAPSHOT_FILE: request.core}
+        files = trainer.finish(trainer.state) | {SNAPSHOT_FILE: request.core}
         files |= {f"{VERSIONS_FOLDER}/{file.name}": file for file in request.versions.iterdir()}
         save_checkpoint(
-            path, load_config(model), flat, state, step, model, extra_files=files, fsync=request.fsync
+            path,
+            load_config(model),
+            trainer.flat,
+            trainer.state,
+            trainer.step,
+            model,
+            extra_files=files,
+            shards=trainer.shards,
+            fsync=request.fsync,
         )
         prune_checkpoints(request.folder, request.keep_last)
     except Exception as error:  # OSError, or what safetensors and torch raise instead
-        shutil.rmtree(path.with_name(path.name + ".draft"), ignore_errors=True)
-        return CheckpointFailed(step, f"{type(error).__name__}: {error}", is_full(error))
-    finally:
-        shutil.rmtree(request.versions, ignore_errors=True)
+        if trainer.shards is not None:
+            wait([trainer.shards])  # before their folder is removed
+        return _failed(request, trainer.step, error)
+    shutil.rmtree(request.versions, ignore_errors=True)
     return CheckpointSaved(path)
+
+
+def _failed(request: SaveCheckpoint, step: int, error: Exception) -> CheckpointFailed:
+    """Remove what was written, and say why."""
+    shutil.rmtree(request.folder / f"step-{step}.draft", ignore_errors=True)
+    shutil.rmtree(request.versions, ignore_errors=True)
+    return CheckpointFailed(step, f"{type(error).__name__}: {error}", is_full(error))
 
 
 class CheckpointManager:

@@ -16,7 +16,7 @@ from dora.core.types import GroupId
 from dora.errors import ModelError, ServiceError
 from dora.runtime.process import messages as m
 from dora.runtime.process.worker_process import Worker, WorkerInbox, WorkerMessages, WorkerOutbox
-from dora.runtime.training.checkpoints import write_checkpoint
+from dora.runtime.training.checkpoints import TrainerState, write_checkpoint
 from dora.text import plural
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def run_placeholder(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.TrainerSpe
     if spec.checkpoint is None:
         config, flat = load_pretrained(spec.model)
     else:
-        config, flat, _, step = load_checkpoint(spec.checkpoint)
+        config, flat, _, step = load_checkpoint(spec.checkpoint, reads_shards=False)
     store = WeightStore(spec.weights, spec.published_dtype, parameter_shapes(config))
     outbox.send(m.WorkerReady())
     while True:
@@ -55,7 +55,7 @@ def run_placeholder(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.TrainerSpe
                 case m.PublishWeights(version):
                     outbox.send(m.WeightsPublished(version, store.publish(version, flat)))
                 case m.SaveCheckpoint():
-                    outbox.send(write_checkpoint(message, spec.model, flat, step, lambda: ({}, {})))
+                    outbox.send(write_checkpoint(message, spec.model, TrainerState(step, flat, {})))
 
 
 def read_weights(file: Path, model: Path) -> Tensor:

@@ -6,6 +6,7 @@ An external trainer is not restarted, because the run cannot make it redo steps.
 
 from __future__ import annotations
 
+import socket
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,12 +50,15 @@ class TrainerRanks:
         checkpoints: CheckpointManager,
         on_published: Callable[[int, str], None],
         notice: Callable[[str], None],
+        host: str | None = None,
     ) -> None:
         """`folders`: of the weights and of the stream. `start`: number of trained steps and their checkpoint.
 
         `on_published(version, digest)` is called before the event `Published` is appended to `events`.
+        `host` is the address of this machine for ranks on other ones.
         """
         self._setup, self._folders, self._supervisor, self._notice = setup, folders, supervisor, notice
+        self._host = host if setup.config.ray.trainer_nodes == "any" else None
         self._events, self._sample_book, self._checkpoints = events, sample_book, checkpoints
         self._on_published = on_published
         self._num_trained, checkpoint = start
@@ -77,6 +81,8 @@ class TrainerRanks:
         setup, slot, (weights, stream) = self._setup, self._slot, self._folders
         (weights / RENDEZVOUS_FILE).unlink(missing_ok=True)
         spec = setup.trainer_spec(weights, stream, checkpoint)
+        if self._host is not None:
+            spec = replace(spec, rank_address=f"{self._host}:{_free_port(self._host)}")
         if setup.config.service.trainer == "external":
             placeholder = ExternalTrainer(spec, setup.limits.batch_size, self._supervisor.messages)
             self.rank0 = self._supervisor.watch(slot, placeholder)
@@ -235,6 +241,14 @@ class TrainerRanks:
             raise RunError(f"{failure}; it failed {MAX_STEP_FAILURES} times, the weights are unchanged")
         self._notice(f"{failure}; the weights are unchanged, repeating the step")
         self._events.append(StepFailed(message.step, message.reason))
+
+
+def _free_port(host: str) -> int:
+    """A port of this machine at which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _recorded_batches(run: Path, steps: range) -> tuple[tuple[GroupId, ...], ...]:

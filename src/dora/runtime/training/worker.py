@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,12 +37,13 @@ from dora.runtime.training.aux_workers import (
     pop_critic_state,
     replay_store,
 )
-from dora.runtime.training.checkpoints import ExtraFiles, write_checkpoint
+from dora.runtime.training.checkpoints import CheckpointWriter, ExtraFiles, TrainerState
 from dora.stream.run_stream import GroupReader
 from dora.stream.sample_db import StoredSample
 from dora.trainer.continuation import load_start
 from dora.trainer.critic import with_advantages
 from dora.trainer.lora import peft_files
+from dora.trainer.optimizer import host_copy
 from dora.trainer.perf import StepTimer
 from dora.trainer.trainer import Sample, Trainer
 from dora.weights.store import RecentVersions, WeightStore
@@ -84,6 +86,7 @@ class _TrainerWorker:
             spec.streams_gradients,
             _advantage_function(spec, self._trainer),
         )
+        self._checkpoints = CheckpointWriter(spec.model, outbox.send)
         device = torch.device(spec.device)
         self._timer = StepTimer(device, spec.settings.dtype, spec.peak_tflops, spec.num_ranks)
 
@@ -109,10 +112,8 @@ class _TrainerWorker:
                 self._outbox.send(WeightsPublished(version, publish(version, self._published_weights())))
                 self._accumulator.start_step(version)
             case SaveCheckpoint():
-                trainer, extras = self._trainer, partial(_checkpoint_extras, self._trainer, self._spec)
-                self._outbox.send(
-                    write_checkpoint(message, self._spec.model, trainer.flat, trainer.num_steps_done, extras)
-                )
+                copy_state = partial(_copy_state, self._trainer, self._spec)
+                self._checkpoints.start(message, self._trainer.num_steps_done, copy_state)
 
     def _published_weights(self) -> Tensor:
         """Ranks round what they send; a trainer of another backend has its weights in fp32 only."""
@@ -159,9 +160,13 @@ def _make_sharded_trainer(
     """Rank 0 of several. The whole weights [numel] stay on the CPU, shards are on the device of each rank."""
     from dora.trainer.distributed import DistributedLearner
 
-    flat, state, _ = load_start(spec.checkpoint, spec.continued) or (start, None, 0)
+    saved = load_start(spec.checkpoint, spec.continued, reads_shards=bool(spec.rank_address))
+    flat, state, _ = saved or (start, None, 0)
+    if spec.settings.lora is not None:  # adapters are relative to the weights of spec.model
+        flat = start.clone()
     learner = DistributedLearner(_join_ranks(spec), config, flat, spec.settings, start)
-    trainer = Trainer(config, flat, spec.settings, None, None, versions.get, learner)
+    critic = None if spec.critic is None or "values" in spec.columns else make_critic(spec, spec.device)
+    trainer = Trainer(config, flat, spec.settings, None, None, versions.get, learner, critic)
     if state is not None:
         trainer.load_state_dict(state)
     return trainer
@@ -177,15 +182,26 @@ def _advantage_function(spec: TrainerSpec, trainer: TrainingEngine) -> ComputeAd
     return lambda samples, rewards: with_advantages(samples, rewards, gamma, lam).samples
 
 
-def _checkpoint_extras(trainer: TrainingEngine, spec: TrainerSpec) -> tuple[dict[str, Any], ExtraFiles]:
-    """The trainer's state and the adapter files for a checkpoint."""
-    state, files = trainer.state_dict(), ExtraFiles()
+def _copy_state(trainer: TrainingEngine, spec: TrainerSpec, shards_folder: Path) -> TrainerState:
+    """The trainer's state for a checkpoint, in host memory."""
+    step, shards = trainer.num_steps_done, None
+    flat = trainer.flat.detach().to("cpu", copy=True)
+    if isinstance(trainer, Trainer):
+        state, shards = trainer.save_state(shards_folder)
+    else:
+        state = host_copy(trainer.state_dict())
+    return TrainerState(step, flat, state, shards, partial(_finish_state, spec, step))
+
+
+def _finish_state(spec: TrainerSpec, step: int, state: dict[str, Any]) -> ExtraFiles:
+    """Add the state of a critic in another process; returns the adapter files."""
+    files = ExtraFiles()
     if (lora := spec.settings.lora) is not None:
         adapters, model = state["optimizer"]["adapters"], spec.model
         files |= peft_files(load_config(model), lora, adapters, str(model))
     if spec.column_timeout_s is not None and "values" in spec.columns:
-        state["critic"] = pop_critic_state(spec.weights, trainer.num_steps_done, spec.column_timeout_s)
-    return state, files
+        state["critic"] = pop_critic_state(spec.weights, step, spec.column_timeout_s)
+    return files
 
 
 def run_follower(outbox: WorkerOutbox, inbox: WorkerInbox, spec: TrainerSpec) -> None:
@@ -197,9 +213,12 @@ def run_follower(outbox: WorkerOutbox, inbox: WorkerInbox, spec: TrainerSpec) ->
 
     torch.set_num_threads(1)
     outbox.start_heartbeat()
-    ranks = _join_ranks(spec)
-    read_samples = partial(_read_columns, GroupReader(spec.stream))
-    rank = ShardedRank(ranks, load_config(spec.model), spec.settings, read_samples=read_samples)
+    ranks, config = _join_ranks(spec), load_config(spec.model)
+    if ranks.spans_nodes:  # rank 0 sends all columns
+        rank = ShardedRank(ranks, config, spec.settings)
+    else:
+        read_samples = partial(_read_columns, GroupReader(spec.stream))
+        rank = ShardedRank(ranks, config, spec.settings, read_samples=read_samples)
     outbox.send(WorkerReady())
     follow_rank0(ranks, rank)
 
@@ -211,7 +230,7 @@ def _join_ranks(spec: TrainerSpec) -> RankGroup:
     )
 
     use_device(spec.device)
-    rendezvous = spec.weights / RENDEZVOUS_FILE
+    rendezvous = spec.rank_address or spec.weights / RENDEZVOUS_FILE
     return RankGroup(rendezvous, spec.rank, spec.num_ranks, torch.device(spec.device), spec.rank_timeout_s)
 
 
