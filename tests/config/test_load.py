@@ -318,6 +318,11 @@ def test_a_version_fills_as_many_batches_as_the_bound_allows(file: Path) -> None
     assert config.max_groups_in_flight == (3 + 1) * 4 - 12
 
 
+def test_the_kv_of_a_gpu_is_not_shared(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kv_transfer = shared with engine\.device = 'cuda'.*= staged"):
+        read_config(file, ["engine.device=cuda", "engine.kv_transfer=shared"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [

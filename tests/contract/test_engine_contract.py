@@ -19,6 +19,7 @@ class Native:
     """DORA's own engine, with the signature of a backend."""
 
     capabilities: ClassVar[Capabilities] = NATIVE
+    private_kv = False
 
     def __new__(  # type: ignore[misc]
         cls, *, model: str, max_rows: int, max_context: int, version_slots: int, device: str, dtype: str
@@ -32,12 +33,23 @@ class Native:
             dtype=dtype,
             detokenize=Tokenizer(Path(model)).decode,
             device=device,
-            pool=Path(model) / "pool" if device == "cpu" else None,
+            pool=Path(model) / "pool",
+            private_kv=cls.private_kv,
         )
+
+
+class StagedNative(Native):
+    """Its KV migrates through host memory, as on a GPU."""
+
+    private_kv = True
 
 
 class TestNative(InferenceContract):
     factory = Native
+
+
+class TestStagedNative(InferenceContract):
+    factory = StagedNative
 
 
 class TestTransformers(InferenceContract):

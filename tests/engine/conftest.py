@@ -3,11 +3,23 @@ from pathlib import Path
 import pytest
 from tests.engine.engine_cluster import EngineCluster
 
+from dora.engine import block_manager
+from dora.engine import engine as engine_module
+from dora.engine.cuda_graphs import CUDAGraphRunner
 from dora.engine.kv_transfer import transfer
 
 
-@pytest.fixture(params=["eager", "numba"])
+@pytest.fixture(params=["eager", "numba", "staged", "one step ahead"])
 def cluster(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineCluster:
-    """Engines of either kernels, which decode a request while its KV is copied, however little it is."""
+    """Engines of either kernels, which decode a request while its KV is copied, however little it is.
+
+    "staged": its KV is private, as on a GPU, and the staging area is small. "one step ahead": as well, and
+    engines compute a step before they know the tokens of the last one.
+    """
     monkeypatch.setattr(transfer, "_MAX_STOPPED_BYTES", 0)
+    if request.param == "one step ahead":
+        monkeypatch.setattr(engine_module, "ModelRunner", CUDAGraphRunner)
+    if request.param in ("staged", "one step ahead"):
+        monkeypatch.setattr(block_manager, "_STAGING_BYTES", 0)
+        return EngineCluster(tmp_path, "numba", private_kv=True)
     return EngineCluster(tmp_path, request.param)

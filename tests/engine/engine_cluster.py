@@ -30,8 +30,14 @@ class EngineCluster:
     """Engines by name with their pools in `folder`, and everything that they have replied and finished."""
 
     def __init__(
-        self, folder: Path, kernels: str = "eager", exact: bool = False, dtype: str = "float32"
+        self,
+        folder: Path,
+        kernels: str = "eager",
+        exact: bool = False,
+        dtype: str = "float32",
+        private_kv: bool = False,
     ) -> None:
+        self.private_kv = private_kv
         self.folder, self.kernels, self.exact, self.dtype = folder, kernels, exact, dtype
         self.now_s = 100.0
         self.engines: dict[str, Engine] = {}
@@ -59,6 +65,7 @@ class EngineCluster:
             exact=self.exact,
             dtype=self.dtype,
             pool=self.pool_path(name),
+            private_kv=self.private_kv,
             clock=lambda: self.now_s,
             transport=self.transport(),
         )

@@ -7,6 +7,7 @@ from tests.engine.engine_cluster import EngineCluster
 from tests.engine.tiny import TINY, make_engine, make_request, output_tokens, run
 
 from dora.core.types import RequestId
+from dora.engine import block_manager
 from dora.engine.messages import ExportFailed, ExportFinished, ImportFailed, ImportFinished
 from dora.engine.request import Completion, EngineError, Request
 
@@ -85,6 +86,27 @@ def test_blocks_that_the_destination_has_cached_are_not_copied(cluster: EngineCl
     assert cluster.migrate(siblings[0], "a", "b").num_bytes == BLOCK_BYTES
     answers = cluster.run_to_end()
     assert all(is_close(answers[sibling.id], expected[sibling.id]) for sibling in siblings)
+
+
+def test_requests_that_migrate_at_once_share_a_small_staging_area(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each needs most of the 8 blocks of the area. One that finds no room is decoded meanwhile."""
+    monkeypatch.setattr(block_manager, "_STAGING_BYTES", 0)
+    stage = EngineCluster(tmp_path, private_kv=True)
+    requests = [make_request(4 * i, prompt_length=60, max_tokens=36) for i in range(3)]
+    expected = expected_answers(stage, requests)
+    stage.add_engine("a").submit(requests)
+    destination = stage.add_engine("b")
+    stage.step("a", 6)
+    migrations = [stage.start_migration(request, "a", "b") for request in requests]
+    for name in "baba":
+        stage.poll(name)
+    assert [stage.is_imported(migration) for migration in migrations].count(True) in (1, 2)
+    answers = stage.run_to_end()
+    assert all(is_close(answers[request.id], expected[request.id]) for request in requests)
+    assert all(isinstance(stage.reply_of("b", each), ImportFinished) for each in migrations)
+    assert destination.num_prefilled == 0
 
 
 def test_a_request_may_migrate_several_times_and_return(cluster: EngineCluster) -> None:

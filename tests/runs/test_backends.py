@@ -98,6 +98,33 @@ def test_requests_migrate_between_engines_whose_kv_is_private_as_on_gpus(task: P
     assert audit.code == 0, audit.out
 
 
+def test_private_kv_migrates_through_host_memory_as_on_gpus(task: Path) -> None:
+    run = Run(
+        task,
+        task.parent / "run",
+        run__steps=10,
+        engine__kv_transfer="staged",
+        engine__num_engines=3,
+        engine__version_slots=1,
+        sampling__max_response_length=48,
+        orchestrator__balance_running="true",
+        orchestrator__rebalance_interval_s=0.1,
+    )
+    try:
+        run.wait_for_steps(3)
+        run.workers()[0].kill()
+        ended = run.end()
+    finally:
+        run.kill_all()
+    assert ended.code == 0, ended.err
+    found = summary(run.out)
+    assert found["migrations"] >= 5
+    assert found["migrated_kv_bytes"] > 0
+    assert found["reprefill_tokens"] == 0
+    audit = dora("audit", run.out, "--deep", "8")
+    assert audit.code == 0, audit.out
+
+
 def test_engines_of_two_kinds_serve_one_run_and_replace_each_other(tmp_path: Path) -> None:
     """The engine that is not DORA's own crashes in the middle, and its requests restart."""
     task = write_task(tmp_path)

@@ -490,6 +490,12 @@ class EngineSection(Section):
     dtype: Dtype = Field(
         default="float32", description="Data type of weights and KV cache, and of published versions."
     )
+    kv_transfer: Literal["auto", "shared", "staged", "none"] = Field(
+        default="auto",
+        description="How the KV of a migrating request reaches another engine. shared: from the first one's "
+        "KV cache, on the CPU; staged: through host memory; none: it is computed again. auto: shared on the "
+        "CPU, staged on a GPU.",
+    )
     kernels: Literal["auto", "numba", "eager"] = Field(
         default="auto",
         description="CPU kernels. numba: compiled; eager: plain torch; auto: numba where it works.",

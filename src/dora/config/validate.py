@@ -31,6 +31,7 @@ def check(config: Config) -> None:
     _check_fleet_names(config)
     _check_engine_device(config)
     _check_shared_device(config)
+    _check_kv_transfer(config)
     _check_ranks(config)
     _check_trainer_backend(config)
     _check_aux_workers(config)
@@ -303,6 +304,15 @@ def _check_shared_device(config: Config) -> None:
         raise ConfigError(
             f"engine.device = {engine!r}, trainer.device = {trainer!r} with {setting}: an engine computes on "
             "the trainer's device; set both to the same device"
+        )
+
+
+def _check_kv_transfer(config: Config) -> None:
+    """Other processes cannot map a GPU's KV cache."""
+    if config.engine.kv_transfer == "shared" and config.engine.device != "cpu":
+        raise ConfigError(
+            f"engine.kv_transfer = shared with engine.device = {config.engine.device!r}: engines copy only "
+            "from the KV cache of an engine on the CPU; set engine.kv_transfer = staged"
         )
 
 
@@ -589,8 +599,12 @@ def _unused_aux_workers(config: Config) -> Reasons:
 
 def _unused_in_engine(config: Config) -> Reasons:
     if config.engine.backend is None:
-        return {"options": "without engine.backend: they are arguments of its class"}
-    own = ("kernels", "num_kv_blocks", "max_prefill_tokens", "min_step_time")
+        unused = {"options": "without engine.backend: they are arguments of its class"}
+        if config.breaks_c1:
+            policy = config.orchestrator.update_policy
+            unused["kv_transfer"] = f"with update_policy = {policy}: requests do not migrate"
+        return unused
+    own = ("kernels", "num_kv_blocks", "max_prefill_tokens", "min_step_time", "kv_transfer")
     return dict.fromkeys(own, "with engine.backend: it is a setting of DORA-RL's own engine")
 
 

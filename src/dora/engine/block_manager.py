@@ -16,6 +16,13 @@ from functools import lru_cache
 from hashlib import blake2b
 
 BLOCK_SIZE = 16  # tokens
+_STAGING_BYTES = 64 * 2**20  # of one engine, for all its exports in progress
+_MIN_STAGING_BLOCKS = 8
+
+
+def num_staging_blocks(num_bytes: int, num_blocks: int) -> int:
+    """Blocks in the staging area of an engine whose KV is private: `num_blocks` blocks of `num_bytes`."""
+    return min(num_blocks, max(_MIN_STAGING_BLOCKS, _STAGING_BYTES // num_bytes))
 
 
 def num_blocks_for(num_tokens: int) -> int:

@@ -35,7 +35,8 @@ from dora.engine.interface import NATIVE, Capabilities
 from dora.engine.kernels.workspace import DTYPES, KVAllocator, Workspace
 from dora.engine.kv_transfer.handoff import FORMAT_VERSION, KVFormat
 from dora.engine.kv_transfer.kv_migrator import KVMigrator
-from dora.engine.kv_transfer.pool import KVBlocks, create_pool, view_as_blocks
+from dora.engine.kv_transfer.pool import EngineKV, KVBlocks, SharedKV, create_pool, view_as_blocks
+from dora.engine.kv_transfer.staging import StagedKV
 from dora.engine.kv_transfer.transfer import KVTransport
 from dora.engine.messages import (
     ExportFailed,
@@ -78,8 +79,9 @@ class Engine:
                     EngineError if this machine cannot do so
     inflight_update continue running requests with each newer version: "inflight" keeps the KV of the older
                     weights, "partial" computes it again; such requests do not migrate
-    pool            file for the KV, which other engines of this machine copy from; without it the KV is
-                    private, and a request that migrates is prefilled again. CPU only
+    pool            file from which other engines of this machine copy KV; without it a request that migrates
+                    is prefilled again
+    private_kv      the file has no KV but what passes through it in a migration; always so on a GPU
     transport       reaches the pools and files of other engines
     clock           times the leases of migrations; all engines of a run share it
     """
@@ -104,6 +106,7 @@ class Engine:
         exact: bool = False,
         inflight_update: str | None = None,
         pool: Path | None = None,
+        private_kv: bool = False,
         transport: KVTransport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -125,15 +128,10 @@ class Engine:
             inflight_update=inflight_update is not None, routes=returns_routes,
         )  # fmt: skip
         runner = CUDAGraphRunner if device == "cuda" or kernels == "triton" else ModelRunner
-        if pool is not None and runner is CUDAGraphRunner:
-            raise EngineError(
-                f"a pool needs CPU kernels, not device = {device!r}, kernels = {kernels!r}; leave out pool: "
-                "requests then migrate without KV"
-            )
+        private_kv |= device == "cuda"
         sizes = (max_rows + exact * SPARE_ROWS, max_context, version_slots, num_blocks)
-        self._workspace = Workspace(
-            config, *sizes, _allocator(pool, dtype), device, dtype, is_padded=runner is CUDAGraphRunner
-        )
+        allocate, is_padded = _allocator(None if private_kv else pool, dtype), runner is CUDAGraphRunner
+        self._workspace = Workspace(config, *sizes, allocate, device, dtype, is_padded=is_padded)
         self._runner: ModelRunner = runner(self._workspace, kernels)
         if exact:
             row_counts = self_test(config, kernels, dtype, device)
@@ -143,9 +141,11 @@ class Engine:
         self._batch, self._detokenize = DecodeBatch(max_rows, max_context, detokenize), detokenize
         block_tables, kv = self._workspace.block_tables, self._workspace.kv
         self._kv_cache = KVCache(self._batch, block_tables, kv, runner.num_steps_ahead)
-        self.blocks = _shared_blocks(kv if pool is not None else None)
+        self.shared_kv: EngineKV | None = None  # None: requests migrate without KV
+        if pool is not None:
+            self.shared_kv = StagedKV(kv, pool) if private_kv else SharedKV(_shared_blocks(kv))
         self._migrator = KVMigrator(
-            self._scheduler, self._batch, self._kv_cache, self.blocks,
+            self._scheduler, self._batch, self._kv_cache, self.shared_kv,
             kv_format=self._kv_format, prefill=self._prefill_imported,
             transport=transport or KVTransport(), clock=clock,
         )  # fmt: skip
@@ -666,10 +666,8 @@ class Engine:
         return ""
 
 
-def _shared_blocks(kv: Tensor | None) -> KVBlocks:
-    """The blocks of a KV pool in a file, as other engines see them; none without a pool."""
-    if kv is None:
-        return np.zeros((0, 1), np.uint64)
+def _shared_blocks(kv: Tensor) -> KVBlocks:
+    """The blocks of a KV pool in a file, as other engines see them."""
     return view_as_blocks(kv.flatten().view(torch.uint8).numpy(), len(kv))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -22,7 +23,7 @@ from dora.data import gcd
 from dora.data.chat import ChatTemplate, PromptEncoder
 from dora.data.dataset import Cursor, Dataset, GrowingDataset
 from dora.data.tokenizer import Tokenizer
-from dora.engine.block_manager import BLOCK_SIZE, num_blocks_for
+from dora.engine.block_manager import BLOCK_SIZE, num_blocks_for, num_staging_blocks
 from dora.engine.decode_batch import MAX_STOP_IDS
 from dora.engine.kernels.workspace import DTYPES
 from dora.engine.request import Request, SamplingParams
@@ -347,19 +348,36 @@ class RunSetup:
 
         By default it has blocks for all rows at full context, and one more for each row.
         """
-        engine, model = self.config.engine, self.model
+        engine = self.config.engine
         blocks = engine.num_kv_blocks or engine.max_num_seqs * (
             num_blocks_for(self.config.max_sequence_length) + 1
         )
+        return blocks * self._block_bytes
+
+    @property
+    def _block_bytes(self) -> int:
+        """Size of a KV block."""
+        model = self.model
         keys_and_values = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
-        per_token = model.kv_bytes_per_token - keys_and_values * (4 - self._itemsize)
-        return blocks * BLOCK_SIZE * per_token
+        return BLOCK_SIZE * (model.kv_bytes_per_token - keys_and_values * (4 - self._itemsize))
+
+    @property
+    def kv_transfer(self) -> Literal["shared", "staged", "none"]:
+        """How KV reaches another engine in a migration: `engine.kv_transfer` with "auto" resolved."""
+        engine = self.config.engine
+        if self.config.breaks_c1:  # requests do not migrate
+            return "none"
+        if engine.kv_transfer != "auto":
+            return engine.kv_transfer
+        return "staged" if is_gpu(engine.device) else "shared"
 
     @property
     def pool_bytes(self) -> int:
-        """The part of `kv_bytes` in memory that processes share."""
-        is_private = is_gpu(self.config.engine.device) or self.config.breaks_c1
-        return 0 if is_private else self.kv_bytes
+        """Size of the file from which other engines copy an engine's KV: its KV cache, or a staging area."""
+        if self.kv_transfer == "staged":
+            num_bytes = self._block_bytes
+            return num_bytes * num_staging_blocks(num_bytes, self.kv_bytes // num_bytes)
+        return self.kv_bytes if self.kv_transfer == "shared" else 0
 
     @property
     def stream_bytes(self) -> int:
@@ -464,7 +482,7 @@ class RunSetup:
         return limit if self.config.has_episodes else 0
 
     def engine_spec(self, weights: Path, engine: int, slot: int | None = None) -> EngineSpec:
-        """The spec of an engine whose KV pool is in the folder of the weights, where other engines map it.
+        """The spec of an engine. What other engines copy its KV from is in the folder of the weights.
 
         The engine gets kind and device of engine `slot`, which it replaces.
         """
@@ -473,7 +491,8 @@ class RunSetup:
         return EngineSpec(
             model=Path(config.model.path),
             weights=weights,
-            pool=weights / f"pool-{engine}.kv",
+            pool=weights / f"pool-{engine}.kv" if self.kv_transfer != "none" else None,
+            private_kv=self.kv_transfer == "staged",
             max_rows=kind.max_num_seqs,
             max_context=config.max_sequence_length,
             version_slots=kind.version_slots,

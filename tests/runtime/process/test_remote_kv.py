@@ -39,7 +39,9 @@ class RemoteEngineCluster(EngineCluster):
 
     def source_pool(self, name: str) -> CurveAddress:
         if name not in self._pool_servers:
-            server = KVPoolServer(LOOPBACK, self.engines[name].blocks)
+            shared = self.engines[name].shared_kv
+            assert shared is not None
+            server = KVPoolServer(LOOPBACK, shared.blocks)
             self._pool_servers[name] = self._exit_stack.enter_context(contextlib.closing(server))
         return self._pool_servers[name].address
 

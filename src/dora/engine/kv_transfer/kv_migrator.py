@@ -11,7 +11,7 @@ from dora.core.types import RequestId
 from dora.engine.decode_batch import DecodeBatch, KVCache, PartialOutput
 from dora.engine.kv_transfer.handoff import KVFormat, RequestSnapshot, Reservation
 from dora.engine.kv_transfer.migrator import Migrator
-from dora.engine.kv_transfer.pool import KVBlocks, bytes_per_block
+from dora.engine.kv_transfer.pool import EngineKV
 from dora.engine.kv_transfer.transfer import KVExport, KVImport, KVTransport
 from dora.engine.messages import ImportFailed, ReserveMigration, StartExport
 from dora.engine.request import Request, Sequence
@@ -21,8 +21,8 @@ from dora.engine.scheduler import Scheduler
 class KVMigrator(Migrator[KVExport, KVImport]):
     """The migrations of an engine, on its scheduler, batch and KV cache.
 
-    `blocks` are those of the engine's pool; none if its KV is private. `kv_format(version)` is the format of
-    a loaded version. `prefill(sequence, num_cached_tokens)` computes the KV of a sequence that arrived
+    `kv` is the engine's KV; None: its requests migrate without it. `kv_format(version)` is the format of a
+    loaded version. `prefill(sequence, num_cached_tokens)` computes the KV of a sequence that arrived
     without it.
     """
 
@@ -31,7 +31,7 @@ class KVMigrator(Migrator[KVExport, KVImport]):
         scheduler: Scheduler,
         batch: DecodeBatch,
         kv_cache: KVCache,
-        blocks: KVBlocks,
+        kv: EngineKV | None,
         *,
         kv_format: Callable[[int], KVFormat],
         prefill: Callable[[Sequence, int], None],
@@ -39,17 +39,18 @@ class KVMigrator(Migrator[KVExport, KVImport]):
         clock: Callable[[], float],
     ) -> None:
         super().__init__(clock)
-        self._scheduler, self._batch, self._kv_cache, self._blocks = scheduler, batch, kv_cache, blocks
+        self._scheduler, self._batch, self._kv_cache, self._kv = scheduler, batch, kv_cache, kv
         self._kv_format, self._prefill, self._transport = kv_format, prefill, transport
 
     def reserve(self, command: ReserveMigration) -> ImportFailed | None:
         """Reserve a row and the first blocks for a request that can run here."""
         request, migration_id, peer = command.request, command.migration_id, None
-        if command.source_pool is not None and not len(self._blocks):
+        kv = None if command.source_pool is None else self._kv
+        if command.source_pool is not None and kv is None:
             return ImportFailed(migration_id, "this engine has no pool to copy KV to")
         try:
-            if command.source_pool is not None:
-                peer = self._transport.peer_pool(command.source_pool, bytes_per_block(self._blocks))
+            if kv is not None:
+                peer = self._transport.peer_pool(command.source_pool, kv.num_bytes)
         except (OSError, ValueError) as error:
             return ImportFailed(migration_id, f"the source's KV cannot be read: {error}")
         reserved = self._scheduler.reserve(request)
@@ -68,16 +69,19 @@ class KVMigrator(Migrator[KVExport, KVImport]):
             self._scheduler.migrating_in[request.id],
             reservation.num_cached_blocks,
             self._scheduler.allocate_up_to,
-            self._blocks,
+            kv,
             peer,
             self._clock(),
         )
         return None
 
     def check(self) -> None:
-        """Every reservation in the scheduler belongs to a migration."""
+        """Every reservation in the scheduler belongs to a migration, and published blocks to an export."""
         reserved = self._scheduler.migrating_in.keys()
         assert reserved == self._incoming.keys(), f"reserved: {reserved}, incoming: {self._incoming.keys()}"
+        if self._kv is not None and not self._outgoing:
+            num_free, num_blocks = self._kv.num_free, len(self._kv.blocks)
+            assert num_free == num_blocks, f"{num_free} of {num_blocks} blocks can be published"
 
     def _find_request(self, request_id: RequestId) -> Request | None:
         return self._scheduler.request(request_id)
@@ -98,7 +102,10 @@ class KVMigrator(Migrator[KVExport, KVImport]):
         handoff = self._transport.open_handoff(command.migration_id, command.slot)
         request = self._scheduler.request(command.request_id)
         assert request is not None
-        return KVExport(command, handoff, request, self._blocks, self._clock())
+        return KVExport(command, handoff, request, self._kv if command.carries_kv else None, self._clock())
+
+    def _close_export(self, migration: KVExport) -> None:
+        migration.close()
 
     def _advance_export(self, migration: KVExport) -> PartialOutput | None:
         request_id = migration.command.request_id

@@ -91,6 +91,56 @@ class MappedPool:
         return copy_blocks(self._blocks, sources, pool, targets)
 
 
+class EngineKV(Protocol):
+    """An engine's own KV, block by block, as its migrations read and write it."""
+
+    blocks: KVBlocks  # those that other engines may map: the pool itself, or a staging area
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of a block."""
+
+    @property
+    def num_free(self) -> int:
+        """How many more blocks can be published now."""
+
+    def publish(self, blocks: Sequence[int], /) -> tuple[list[int], Checksums]:
+        """Let other engines copy some blocks. Returns their numbers in `blocks`, and their checksums."""
+
+    def release(self, published: Sequence[int], /) -> None:
+        """No engine copies these published blocks any more."""
+
+    def receive(self, peer: PeerPool, sources: Sequence[int], targets: Sequence[int], /) -> Checksums:
+        """Set the own blocks `targets` to the peer's `sources`; returns the checksums of what arrived.
+
+        Raises OSError if the peer cannot be read.
+        """
+
+
+class SharedKV:
+    """KV in a pool that other engines map: nothing is copied before they copy it."""
+
+    def __init__(self, pool: KVBlocks) -> None:
+        self.blocks = pool
+
+    @property
+    def num_bytes(self) -> int:
+        return bytes_per_block(self.blocks)
+
+    @property
+    def num_free(self) -> int:
+        return len(self.blocks)
+
+    def publish(self, blocks: Sequence[int]) -> tuple[list[int], Checksums]:
+        return [*blocks], checksum_blocks(self.blocks, blocks)
+
+    def release(self, published: Sequence[int]) -> None:
+        """Published blocks are those of the request, which keeps them."""
+
+    def receive(self, peer: PeerPool, sources: Sequence[int], targets: Sequence[int]) -> Checksums:
+        return peer.copy(sources, self.blocks, targets)
+
+
 def copy_blocks(peer: KVBlocks, sources: Sequence[int], pool: KVBlocks, targets: Sequence[int]) -> Checksums:
     """Set pool[targets] to peer[sources]; returns the checksums of what was copied."""
     checksums = np.empty(len(sources), np.uint64)

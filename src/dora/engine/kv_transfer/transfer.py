@@ -3,7 +3,8 @@
 A request that can only have little KV stops at once, and the destination copies it all with the snapshot.
 Otherwise the source publishes full blocks while it decodes and the destination copies them. Then the request
 stops, and only the blocks after the last published one are left to copy. Both sides checksum every block.
-Each poll copies a limited number of bytes, because a decode step waits for it.
+Each poll copies a limited number of bytes, because a decode step waits for it. KV that other engines cannot
+map passes through a staging area (`staging`): a request stops only once there is room for its last blocks.
 """
 
 from __future__ import annotations
@@ -28,11 +29,9 @@ from dora.engine.kv_transfer.handoff import (
 from dora.engine.kv_transfer.migrator import IncomingMigration, OutgoingMigration
 from dora.engine.kv_transfer.pool import (
     Checksums,
-    KVBlocks,
+    EngineKV,
     MappedPool,
     PeerPool,
-    bytes_per_block,
-    checksum_blocks,
     open_pool,
 )
 from dora.engine.messages import ReserveMigration, StartExport
@@ -42,13 +41,13 @@ _BYTES_PER_POLL = 4 * 2**20
 _MAX_STOPPED_BYTES = 4 * 2**20  # of KV that may be copied after the request has stopped: about a decode step
 
 
-def _num_blocks_per_poll(pool: KVBlocks) -> int:
-    return max(1, _BYTES_PER_POLL // bytes_per_block(pool))
+def _num_blocks_per_poll(kv: EngineKV) -> int:
+    return max(1, _BYTES_PER_POLL // kv.num_bytes)
 
 
-def _publishes_blocks(request: Request, pool: KVBlocks) -> bool:
+def _publishes_blocks(request: Request, kv: EngineKV) -> bool:
     """Whether a request is decoded while its KV is copied. Both sides decide this by themselves."""
-    return num_blocks_for(request.max_length) * bytes_per_block(pool) > _MAX_STOPPED_BYTES
+    return num_blocks_for(request.max_length) * kv.num_bytes > _MAX_STOPPED_BYTES
 
 
 class KVTransport:
@@ -80,11 +79,14 @@ class KVExport(OutgoingMigration):
     """The source's side: publishes blocks, if the request is decoded while they are copied."""
 
     def __init__(
-        self, command: StartExport, handoff: Handoff, request: Request, pool: KVBlocks, now_s: float
+        self, command: StartExport, handoff: Handoff, request: Request, kv: EngineKV | None, now_s: float
     ) -> None:
+        """`kv` is this engine's: None in a token-only migration."""
         super().__init__(command, handoff, now_s)
-        self._pool = pool
-        self._is_published = command.carries_kv and _publishes_blocks(request, pool)
+        self._kv = kv
+        self._is_published = kv is not None and _publishes_blocks(request, kv)
+        self._published: list[int] = []
+        self._num_released = 0  # of these
         self._checksums = np.empty(0, np.uint64)  # of the published blocks
 
     @property
@@ -92,43 +94,56 @@ class KVExport(OutgoingMigration):
         return self.handoff.num_copied if self._is_published else 0
 
     def publish_full_blocks(self, sequence: Sequence, num_computed: int) -> bool:
-        """Publish some full blocks. Returns whether none is left that the destination should copy first."""
-        if not self._is_published:
+        """Publish some full blocks. Returns whether the request can stop: the destination should copy no
+        further block first, and there is room to publish the last ones.
+        """
+        kv, first = self._kv, self._num_cached_blocks
+        if kv is None:
             return True
-        first, num_full = self._num_cached_blocks, num_computed // BLOCK_SIZE
-        start = first + len(self._checksums)
-        stop = min(num_full, start + _num_blocks_per_poll(self._pool))
-        if blocks := sequence.block_table[start:stop]:
-            self._add_checksums(blocks)
-            self.handoff.publish(blocks)
-        return self.num_copied == num_full - first
+        if self._is_published:
+            kv.release(self._published[self._num_released : self.num_copied])
+            self._num_released, num_full = self.num_copied, num_computed // BLOCK_SIZE
+            start = first + len(self._published)
+            stop = min(num_full, start + min(_num_blocks_per_poll(kv), kv.num_free))
+            if blocks := sequence.block_table[start:stop]:
+                self.handoff.publish(self._publish(kv, blocks))
+            if self.num_copied < num_full - first:
+                return False
+        return kv.num_free >= num_blocks_for(num_computed) - first - len(self._published)
 
     def snapshot(
         self, sequence: Sequence, own_format: KVFormat, output: PartialOutput, now_s: float
     ) -> RequestSnapshot:
         """The snapshot of a request that is not decoded any more."""
         num_computed = len(sequence.request.prompt_ids) + len(output.token_ids) - 1
-        blocks: list[int] = []
-        if self.command.carries_kv:
+        if self._kv is not None:
             blocks = sequence.block_table[self._num_cached_blocks : num_blocks_for(num_computed)]
-            self._add_checksums(blocks[len(self._checksums) :])
+            self._publish(self._kv, blocks[len(self._published) :])
         return RequestSnapshot(
-            format=own_format if self.command.carries_kv else own_format.without_kv(),
+            format=own_format.without_kv() if self._kv is None else own_format,
             request=sequence.request,
             output=output,
             num_computed=num_computed,
-            blocks=np.array(blocks, np.int64),
+            blocks=np.array(self._published, np.int64),
             checksums=self._checksums,
             stopped_at_s=now_s,
         )
+
+    def close(self) -> None:
+        """The migration is over, and the destination copies no more."""
+        if self._kv is not None:
+            self._kv.release(self._published[self._num_released :])
 
     @property
     def _num_cached_blocks(self) -> int:
         assert self.reservation is not None
         return self.reservation.num_cached_blocks
 
-    def _add_checksums(self, blocks: list[int]) -> None:
-        self._checksums = np.concatenate((self._checksums, checksum_blocks(self._pool, blocks)))
+    def _publish(self, kv: EngineKV, blocks: list[int]) -> list[int]:
+        published, checksums = kv.publish(blocks)
+        self._published += published
+        self._checksums = np.concatenate((self._checksums, checksums))
+        return published
 
 
 class KVImport(IncomingMigration):
@@ -141,18 +156,18 @@ class KVImport(IncomingMigration):
         sequence: Sequence,
         num_cached_blocks: int,
         allocate_up_to: Callable[[Sequence, int], bool],
-        pool: KVBlocks,
+        kv: EngineKV | None,
         peer: PeerPool | None,
         now_s: float,
     ) -> None:
-        """`pool` is this engine's and `peer` the source's: None in a token-only migration.
+        """`kv` is this engine's and `peer` the source's: None in a token-only migration.
 
         `allocate_up_to` extends the sequence to a number of blocks, or returns False.
         """
         super().__init__(command, handoff, now_s)
         self._sequence, self._num_cached, self._allocate_up_to = sequence, num_cached_blocks, allocate_up_to
-        self._pool, self._peer = pool, peer
-        self._is_published = peer is not None and _publishes_blocks(command.request, pool)
+        self._kv, self._peer = kv, peer
+        self._is_published = kv is not None and _publishes_blocks(command.request, kv)
         self._checksums: Checksums = np.empty(0, np.uint64)  # of the blocks copied
 
     @property
@@ -170,14 +185,14 @@ class KVImport(IncomingMigration):
 
     @property
     def num_bytes(self) -> int:
-        return self.num_copied * bytes_per_block(self._pool)
+        return 0 if self._kv is None else self.num_copied * self._kv.num_bytes
 
     def copy_published_blocks(self) -> None:
         """Copy some of the blocks that the source has published. Raises TransferError if that fails."""
-        if not self._is_published:
+        if self._kv is None or not self._is_published:
             return
         if blocks := self.handoff.published(self.num_copied):
-            self._copy(blocks[: _num_blocks_per_poll(self._pool)])
+            self._copy(blocks[: _num_blocks_per_poll(self._kv)])
             self.handoff.set_num_copied(self.num_copied)
 
     def finish(self, snapshot: RequestSnapshot, own_format: KVFormat) -> None:
@@ -198,6 +213,7 @@ class KVImport(IncomingMigration):
             raise TransferError(f"{wrong.size} of {self.num_copied} KV blocks arrived damaged")
 
     def _copy(self, blocks: list[int]) -> None:
+        assert self._kv is not None
         assert self._peer is not None
         started_s = time.perf_counter()
         start = self._num_cached + self.num_copied
@@ -207,7 +223,7 @@ class KVImport(IncomingMigration):
         if blocks and not 0 <= min(blocks) <= max(blocks) < len(self._peer):
             raise TransferError(f"a block is outside the source's pool of {len(self._peer)} blocks")
         try:
-            checksums = self._peer.copy(blocks, self._pool, own)
+            checksums = self._kv.receive(self._peer, blocks, own)
         except OSError as error:
             raise TransferError(f"the source's KV cannot be read: {error}") from error
         self._checksums = np.concatenate((self._checksums, checksums))

@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 class EngineSpec:
     """A rollout engine; lengths in tokens.
 
-    Paths are of the driver's machine; an actor on another one replaces them. On the CPU the engine creates
-    the file `pool` for its KV blocks, which other engines map; a GPU's KV is private.
+    Paths are of the driver's machine; an actor on another one replaces them. The engine creates the file
+    `pool`, from which other engines copy KV.
     """
 
     model: Path
     weights: Path
-    pool: Path
+    pool: Path | None  # None: requests migrate without KV
     max_rows: int
     max_context: int
     version_slots: int
@@ -59,6 +59,7 @@ class EngineSpec:
     prefetches_weights: bool = False
     num_kv_blocks: int | None = None  # None: as many as `max_rows` full rows need
     prefill_budget: int = 512  # prompt tokens per step
+    private_kv: bool = False  # KV passes through `pool` only to migrate
     inflight_update: str | None = None  # "partial" | "inflight": requests continue with newer versions
     host: str | None = None  # where engines of other machines read this engine's KV; None: there are none
     broker: CurveAddress | None = None  # see `remote_kv`; None: on the driver's machine

@@ -473,9 +473,10 @@ class WorkerActor:
         spec = replace(spec, host=ray.util.get_node_ip_address())
         if is_driver_node:
             return spec
-        self._pool_folder = make_store_folder(driver.pool_bytes)
-        self._versions = RemoteVersionSource()
-        pool = self._pool_folder / spec.pool.name
+        self._versions, pool = RemoteVersionSource(), spec.pool
+        if pool is not None:
+            self._pool_folder = make_store_folder(driver.pool_bytes)
+            pool = self._pool_folder / pool.name
         return replace(spec, remote_weights=self._versions, pool=pool, broker=driver.broker)
 
 

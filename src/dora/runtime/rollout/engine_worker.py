@@ -72,7 +72,7 @@ def run_engine(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.EngineSpec) -> 
 
 
 def build_engine(spec: m.EngineSpec) -> InferenceEngine:
-    """The engine of a spec. On a GPU its KV is private."""
+    """The engine of a spec."""
     if spec.backend is not None:
         from dora.runtime.process import backends
 
@@ -99,7 +99,8 @@ def build_engine(spec: m.EngineSpec) -> InferenceEngine:
         device=device,
         dtype=spec.dtype,
         inflight_update=spec.inflight_update,
-        pool=spec.pool if device == "cpu" and spec.inflight_update is None else None,
+        pool=spec.pool,
+        private_kv=spec.private_kv,
         transport=None if spec.host is None else RemoteKVTransport(spec.broker),
         clock=time.monotonic if spec.host is None else time.time,
     )
@@ -117,9 +118,9 @@ def _ready_message(engine: InferenceEngine, spec: m.EngineSpec) -> m.WorkerReady
     from dora.engine.engine import Engine
     from dora.runtime.process.remote_kv import KVPoolServer
 
-    if not isinstance(engine, Engine) or not engine.capabilities.kv_transfer:
+    if not isinstance(engine, Engine) or engine.shared_kv is None:
         return m.WorkerReady(engine.kernels)
-    address = None if spec.host is None else KVPoolServer(spec.host, engine.blocks).address
+    address = None if spec.host is None else KVPoolServer(spec.host, engine.shared_kv.blocks).address
     return m.WorkerReady(engine.kernels, spec.pool, address)
 
 
