@@ -23,7 +23,7 @@ from tests.runtime.running import dora, summary, wait_until_gone
 from dora.engine.backends.sglang import Sglang
 from dora.engine.backends.vllm import Vllm, VllmLora
 from dora.engine.interface import Capabilities
-from dora.engine.request import Completion
+from dora.engine.request import Completion, EngineError
 from dora.model.pretrained import save_pretrained
 from dora.model.weights import weight_digest
 from dora.testing import CONFIG, make_request, version_weights
@@ -126,6 +126,39 @@ def test_weights_never_change_during_an_aborted_request(tmp_path: Path) -> None:
             answers = engine.step()
         assert [answer.version for answer in answers] == [version]
         engine.drop(version)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(Engine is Sglang, reason="SGLang has no such protocol")
+def test_versions_arrive_by_vllms_own_weight_transfer(tmp_path: Path) -> None:
+    """Sent by another process with vLLM; a version that cannot be read is an error, and the next one arrives."""
+    save_pretrained(tmp_path / "model", CONFIG, version_weights(0))
+    engine = Vllm(
+        model=str(tmp_path / "model"),
+        max_rows=MAX_ROWS,
+        max_context=MAX_CONTEXT,
+        version_slots=1,
+        device="cpu",
+        dtype="float32",
+        python=PYTHON,
+        weight_transfer="file",
+    )
+    assert engine._sender is not None
+    with pytest.raises(EngineError, match="has not received the weights: .*"):
+        engine._sender.send(tmp_path / "no.safetensors")
+    compute = GroupLogprobs(CONFIG, TrainerSettings(lr=0.0, num_steps=1), "cpu")
+    for version in range(3):
+        assert engine.load(version, version_weights(version)) == weight_digest(version_weights(version))
+        engine.submit([make_request(version, version=version, max_tokens=40)])
+        answers: list[Completion] = []
+        while not answers:
+            answers = engine.step()
+        compute.load_weights(version_weights(version))
+        (answer,) = answers
+        sample = Sample(answer.prompt_ids.tolist(), answer.token_ids.tolist(), [0.0] * 40, 0.0)
+        assert answer.logprobs == pytest.approx(compute([sample])[0].tolist(), abs=1e-3)
+        engine.drop(version)
+    engine.close()
 
 
 @pytest.mark.timeout(300)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dora.model.digest import LEAF_WORDS, PIECE_BYTES, combine
+from dora.engine.backends.server_plugins import dora_digest
+from dora.model.digest import LEAF_BYTES, LEAF_WORDS, PIECE_BYTES, combine
 from dora.model.weights import copy_with_digest, device_leaf_sums, weight_digest
 
 SIZES = (0, 1, 3, LEAF_WORDS - 1, LEAF_WORDS, 40 * LEAF_WORDS + 7, PIECE_BYTES // 2 + 5)
@@ -32,6 +33,17 @@ def test_a_copy_has_the_digest_of_its_rounded_bytes(numel: int, dtype: torch.dty
     flat, target = numbers(numel), torch.ones(numel, dtype=dtype)
     assert copy_with_digest(target, flat) == weight_digest(flat.to(dtype))
     assert torch.equal(target, flat.to(dtype))
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_bytes_that_arrive_in_parts_have_the_digest_of_all(
+    numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dora_digest, "_BUFFER_BYTES", 2 * LEAF_BYTES)
+    flat, arriving = numbers(numel), dora_digest.StreamDigest()
+    for part in flat.split(max(1, numel // 7)):
+        arriving.add(part.view(torch.uint8).numpy())
+    assert arriving.digest() == weight_digest(flat)
 
 
 def test_the_digest_is_the_same_in_every_release() -> None:

@@ -152,7 +152,7 @@ def start_server(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **environment, **kind.environment, **_plugin_environment(kind, auth_token)},
+            env={**os.environ, **environment, **kind.environment, **plugin_environment(kind, auth_token)},
             start_new_session=True,
             umask=0o077,  # the server's processes use sockets in the folder for temporary files
         )
@@ -193,7 +193,8 @@ def _parse_url(url: object) -> tuple[str, int]:
     raise ConfigError(f"url = {url!r}: must read http://host:port")
 
 
-def _plugin_environment(kind: ServerKind, auth_token: str) -> dict[str, str]:
+def plugin_environment(kind: ServerKind, auth_token: str) -> dict[str, str]:
+    """Variables with which Python finds `server_plugins`, and these their auth token."""
     return {
         kind.token_variable: auth_token,
         "PYTHONPATH": str(_HERE / "server_plugins"),

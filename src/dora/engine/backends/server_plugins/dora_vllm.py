@@ -43,13 +43,19 @@ class WorkerExtension:
             digest = thread.submit(dora_digest.safetensors_digest, path)
             names = stored.keys()
             self.model_runner.reload_weights(weights_iterator=((x, stored.get_tensor(x)) for x in names))
-        # On a CPU the LM head multiplies with a packed copy of its weight. vLLM 0.32 does not pack it again
-        # if the weight is tied to the embedding's, and would keep the initial head.
+        self.pack_head()
+        found: str = digest.result()
+        return found
+
+    def pack_head(self) -> None:
+        """On a CPU the LM head multiplies with a packed copy of its weight.
+
+        vLLM 0.32 does not pack it again if the weight is tied to the embedding's, and would keep the initial
+        head.
+        """
         head = getattr(self.model_runner.get_model(), "lm_head", None)
         if head is not None and self.dora_info()["device"] == "cpu":
             head.quant_method.process_weights_after_loading(head)
-        found: str = digest.result()
-        return found
 
     def dora_digest(self, path: str) -> str:
         """The digest of an adapter's file, as this process reads it."""
