@@ -14,6 +14,7 @@ from dora.envs.base import Step, load_environment
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 CALCULATOR = f"{EXAMPLES}/calculator/calculator.py:Calculator"
+SHOP = f"{EXAMPLES}/tool_caller/environment.py:Shop"
 SIMON = f"{EXAMPLES}/game/simon.py:Simon"
 
 
@@ -45,6 +46,42 @@ def test_a_wrong_answer_has_reward_0(action: str) -> None:
     assert run_episode(CALCULATOR, {"prompt": "", "answer": 1791}, [action])[-1] == Step("", 0.0, True)
 
 
+SHOP_ROW = {"prompt": "What do 7 fig cost?", "item": "fig", "price": 34, "answer": 238}
+
+
+def call_text(name: str, **arguments: str) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def test_the_shop_calls_tools_and_scores_the_answer() -> None:
+    calls = [call_text("lookup", item="fig"), call_text("calculate", expression="7*34")]
+    _, *steps = run_episode(SHOP, SHOP_ROW, [*calls, "238"])
+    assert steps == [
+        Step([{"role": "tool", "content": "34"}], 0.0, False),
+        Step([{"role": "tool", "content": "238"}], 0.0, False),
+        Step("", 1.0, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        call_text("search", item="fig"),
+        call_text("lookup", item="plum"),
+        call_text("lookup"),
+        call_text("calculate", expression="7*34*2"),
+        call_text("calculate", expression="7**34"),
+    ],
+)
+def test_a_wrong_call_in_the_shop_gets_an_error(call: str) -> None:
+    assert run_episode(SHOP, SHOP_ROW, [call])[-1] == Step([{"role": "tool", "content": "error"}], 0.0, False)
+
+
+@pytest.mark.parametrize("action", ["237", "", '<tool_call>{"name": "lookup"', "238 fig"])
+def test_a_wrong_answer_in_the_shop_has_reward_0(action: str) -> None:
+    assert run_episode(SHOP, SHOP_ROW, [action])[-1] == Step("", 0.0, True)
+
+
 async def play_simon(seed: int, wrong_round: int | None = None) -> list[Step]:
     """The steps of a game with correct answers, except in `wrong_round`."""
     game, steps = load_environment(SIMON)(), list[Step]()
@@ -70,11 +107,10 @@ def test_a_wrong_letter_ends_the_game(round_number: int) -> None:
     assert [step.reward for step in steps] == [1 / 6] * round_number + [0.0]
 
 
-@pytest.mark.parametrize("name", ["calculator", "game"])
-def test_held_out_prompts_are_not_among_those_of_training(name: str) -> None:
-    prompts, held_out = (
-        {json.loads(line)["prompt"] for line in (EXAMPLES / name / f"{file}.jsonl").read_text().splitlines()}
-        for file in ("prompts", "held_out")
+@pytest.mark.parametrize("name", ["calculator", "game", "tool_caller"])
+def test_held_out_rows_are_not_among_those_of_training(name: str) -> None:
+    rows, held_out = (
+        {*(EXAMPLES / name / f"{file}.jsonl").read_text().splitlines()} for file in ("prompts", "held_out")
     )
-    assert len(prompts) > len(held_out) >= 32
-    assert not prompts & held_out
+    assert len(rows) > len(held_out) >= 32
+    assert not rows & held_out

@@ -9,7 +9,7 @@ import torch
 
 from dora.model.config import ModelConfig
 from dora.model.weights import initial_weights
-from dora.trainer.sft import train_sft
+from dora.trainer.sft import SftExample, train_sft
 
 TINY = ModelConfig(
     vocab_size=6,
@@ -31,3 +31,13 @@ def test_sft_learns_its_examples_and_yields_the_loss_of_every_step() -> None:
     assert losses[0] == pytest.approx(1.8, abs=0.3)  # about ln 6
     assert losses[-1] < 0.2
     assert not torch.equal(flat, initial_weights(TINY, seed=0))
+
+
+def test_masked_tokens_are_read_and_not_learned() -> None:
+    def loss(example: SftExample) -> float:
+        return next(train_sft(TINY, initial_weights(TINY, seed=0), [[example]], num_steps=1))
+
+    alone = loss(([1, 2], [5]))
+    assert loss(([1, 2], [5, 3], [1, 0])) == pytest.approx(alone, rel=1e-5)
+    assert loss(([1, 2], [5, 3])) != pytest.approx(alone, rel=1e-5)
+    assert loss(([1, 2], [5, 3, 1], [0, 0, 1])) != loss(([1, 2], [5, 4, 1], [0, 0, 1]))

@@ -125,7 +125,9 @@ def save_character_tokenizer(folder: Path, alphabet: str, eos: str = "<eos>") ->
     _save(folder, tokenizer, config, eos_token_id=len(alphabet))
 
 
-def save_bpe_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int) -> None:
+def save_bpe_tokenizer(
+    folder: Path, texts: Iterable[str], vocab_size: int, chat_template: str = CHAT_TEMPLATE
+) -> None:
     """Train a byte-level BPE tokenizer with a chat template, and write it for `dora` and transformers.
 
     It encodes every text, because all 256 bytes are tokens. The vocabulary is smaller than `vocab_size` if
@@ -145,7 +147,7 @@ def save_bpe_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int) -> N
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": MESSAGE_END,
         "pad_token": END_OF_TEXT,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
     }
     end_ids = [tokenizer.token_to_id(token) for token in (MESSAGE_END, END_OF_TEXT)]
     _save(folder, tokenizer, config, eos_token_id=end_ids)

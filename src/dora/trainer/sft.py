@@ -14,7 +14,7 @@ from dora.trainer.optimizer import FlatAdamW, learning_rate
 from dora.trainer.packing import balanced_micro_batches, pack
 from dora.trainer.policy import Policy
 
-SftExample = tuple[Sequence[int], Sequence[int]]
+SftExample = tuple[Sequence[int], Sequence[int]] | tuple[Sequence[int], Sequence[int], Sequence[int]]
 
 
 def train_sft(
@@ -28,17 +28,22 @@ def train_sft(
 ) -> Iterator[float]:
     """Train `flat` in place on `num_steps` batches; yields the loss of each step (nats per token).
 
-    An example is (prompt ids, response ids); the loss covers the response. The learning rate decays linearly
-    to 0, so the last step leaves converged weights. The caller drives the steps and can show progress.
+    An example is (prompt ids, response ids), or for several turns also a loss mask of the response: 0 for
+    tokens that are not the model's, such as results of tools. The loss covers the other response tokens. The
+    learning rate decays linearly to 0, so the last step leaves converged weights. The caller drives the steps
+    and can show progress.
     """
     optimizer = FlatAdamW(WeightLayout(config), flat, weight_decay=0.0, betas=(0.9, 0.99))
     policy = Policy(config, optimizer.weights)
     for step, batch in enumerate(islice(batches, num_steps)):
-        num_tokens = sum(len(response) for _, response in batch)
-        lengths = [len(prompt) + len(response) for prompt, response in batch]
+        prompts, responses = [example[0] for example in batch], [example[1] for example in batch]
+        masks = [example[2] if len(example) == 3 else [1] * len(example[1]) for example in batch]
+        num_tokens = sum(map(sum, masks))
+        lengths = [len(prompt) + len(response) for prompt, response, *_ in batch]
         total = 0.0
-        for members in balanced_micro_batches([x for x, _ in batch], lengths, micro_batch_tokens):
-            packed = pack([batch[i][0] for i in members], [batch[i][1] for i in members], flat.device)
+        for members in balanced_micro_batches(prompts, lengths, micro_batch_tokens):
+            own = [[column[i] for i in members] for column in (prompts, responses, masks)]
+            packed = pack(own[0], own[1], flat.device, masks=own[2])
             loss = -policy.logprobs(packed)[0].sum() / num_tokens
             torch.autograd.backward(loss)
             total += loss.item()
