@@ -5,7 +5,7 @@ episode; both have the same prompts and tools. `before` and `after` are the shar
 one sampled episode answers correctly. `at_25` to `at_100` are mean rewards of the episodes trained in the
 tenth of the run that ends at that percentage. `minutes` is the whole command, with its start and both
 evaluations. Seeds and forms take turns, so that other load on the machine affects all of them. --quick runs
-one seed for 6 steps, too few to learn.
+one seed for 4 steps, too few to learn.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def run(form: str, seed: int, quick: bool) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         out, began_s = Path(folder) / "run", time.monotonic()
         options = ["--seed", str(seed), "--out", str(out)]
-        options += ["--steps", "6", "--set", "eval.num_prompts=16"] if quick else []
+        options += ["--steps", "4", "--set", "eval.num_prompts=8"] if quick else []
         if form == "environment":
             subprocess.run(_dora("train", str(EXAMPLE / "environment.toml"), *options), **_OUTPUT)
         else:
