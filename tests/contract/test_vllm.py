@@ -313,6 +313,34 @@ def test_options_need_either_an_interpreter_or_a_url(options: Any) -> None:
         Vllm(model="", max_rows=1, max_context=1, version_slots=1, device="cpu", dtype="float32", **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"weight_transfer": "rdma"}, "must be one of reload, file, ipc, nccl"),
+        ({"weight_transfer": "file", "url": "http://127.0.0.1:1"}, "name it in python"),
+    ],
+)
+def test_a_weight_transfer_that_cannot_be_is_refused(options: Any, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        Vllm.check_options(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"weight_transfer": "ipc", "device": "cpu"}, "needs GPUs; set weight_transfer = 'file' or 'reload'"),
+        ({"weight_transfer": "ipc", "device": "cuda:0", "num_gpus": 2}, "the server has 2; set it to 'nccl'"),
+        ({"weight_transfer": "nccl", "device": "cuda:0"}, "set both or neither"),
+        ({"weight_transfer": "file", "device": "cpu", "sender_device": "cuda:1"}, "set both or neither"),
+    ],
+)
+def test_a_weight_transfer_needs_its_gpus(options: Any, error: str, tmp_path: Path) -> None:
+    save_pretrained(tmp_path / "model", CONFIG, version_weights(0))
+    sizes: Any = {"max_rows": MAX_ROWS, "max_context": MAX_CONTEXT, "version_slots": 1}
+    with pytest.raises(EngineError, match=error):
+        Vllm(model=str(tmp_path / "model"), **sizes, dtype="float32", python=sys.executable, **options)
+
+
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1", "https://127.0.0.1:8000"])
 def test_a_malformed_url_is_rejected(url: str) -> None:
     with pytest.raises(ConfigError, match="must read"):

@@ -105,8 +105,8 @@ class Vllm(HttpEngine):
             raise ConfigError(f"weight_transfer = {transfer!r}: must be one of {', '.join(WEIGHT_TRANSFERS)}")
         if transfer != "reload" and python is None:
             raise ConfigError(
-                f"weight_transfer = {transfer!r}: the interpreter that has vLLM sends the weights; name it in "
-                "python"
+                f"weight_transfer = {transfer!r}: the interpreter that has vLLM sends the weights; name it "
+                "in python"
             )
         super().check_options(python=python, **others)
         if isinstance(python, str) and (version := _installed_version(python)) is not None:
@@ -308,7 +308,7 @@ def _transfer_flags(
         )
     if (weight_transfer == "nccl") != (sender_device is not None):
         raise EngineError(
-            "sender_device is the GPU, 'cuda:N', that sends weights with weight_transfer = 'nccl', and not one "
+            "sender_device is the GPU, 'cuda:N', that sends weights with weight_transfer = 'nccl', and none "
             "of the server's: set both or neither"
         )
     backend = json.dumps({"backend": f"dora_{weight_transfer}"})
