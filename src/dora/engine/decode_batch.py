@@ -289,7 +289,15 @@ class KVCache:
         """Keep only the output of a sequence, as a swapped one without KV."""
         swapped = self._swapped.get(sequence.request.id)
         output = self._batch.partial_output(sequence) if swapped is None else swapped.output
-        self._swapped[sequence.request.id] = SwappedSequence(output, self._kv[:0].cpu())
+        self.add_without_kv(sequence.request.id, output)
+
+    def add_without_kv(self, request_id: RequestId, output: PartialOutput) -> None:
+        """Continue an output that was started elsewhere, as that of a swapped sequence without KV."""
+        self._swapped[request_id] = SwappedSequence(output, self._kv[:0].cpu())
+
+    def partial_output(self, request_id: RequestId) -> PartialOutput:
+        """The output so far of a swapped sequence."""
+        return self._swapped[request_id].output
 
     def num_output_tokens(self, request_id: RequestId) -> int:
         """Output tokens of a swapped sequence."""

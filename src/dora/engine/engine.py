@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -26,11 +26,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dora.core.types import RequestId
+from dora.core.types import Chunk, RequestId
 from dora.engine.batch_invariant import SPARE_ROWS, BatchInvariantRunner, self_test
 from dora.engine.block_manager import BLOCK_SIZE, hash_seed, num_blocks_for
 from dora.engine.cuda_graphs import CUDAGraphRunner
-from dora.engine.decode_batch import MAX_STOP_IDS, DecodeBatch, Detokenize, KVCache
+from dora.engine.decode_batch import (
+    MAX_STOP_IDS,
+    NUM_LOGPROBS,
+    DecodeBatch,
+    Detokenize,
+    KVCache,
+    PartialOutput,
+)
 from dora.engine.interface import NATIVE, Capabilities
 from dora.engine.kernels.workspace import DTYPES, KVAllocator, Workspace
 from dora.engine.kv_transfer.handoff import FORMAT_VERSION, KVFormat
@@ -290,15 +297,22 @@ class Engine:
 
     # Requests.
 
-    def submit(self, requests: Collection[Request]) -> None:
+    def submit(
+        self, requests: Collection[Request], outputs: Mapping[RequestId, PartialOutput] | None = None
+    ) -> None:
         """Queue requests. Raises EngineError with those that cannot run; all others are queued.
 
-        With `inflight_update`, requests of an older version start with the newest one.
+        A request with a partial output of its version's weights continues it after one prefill; any other
+        output is ignored. With `inflight_update`, requests of an older version start with the newest one.
         """
         rejected: dict[RequestId, str] = {}
         for request in map(self._with_newest_version, requests):
             if reason := self._reason_to_reject(request):
                 rejected[request.id] = reason
+            elif (output := (outputs or {}).get(request.id)) and self._can_continue(request, output):
+                num_computed = len(request.prompt_ids) + len(output.token_ids) - 1
+                self._scheduler.add_without_kv(request, num_blocks_for(num_computed))
+                self._kv_cache.add_without_kv(request.id, output)
             else:
                 self._scheduler.add(request)
         if rejected:
@@ -326,6 +340,35 @@ class Engine:
         swapped = {i: self._kv_cache.num_output_tokens(i) for i in scheduler.swapped}
         found = running | swapped | dict.fromkeys((*scheduler.prefilling, *scheduler.waiting), 0)
         return {i: num for i, num in found.items() if not self._migrator.is_exported(i)}
+
+    def partial_outputs(self) -> dict[RequestId, PartialOutput]:
+        """A copy of the output so far of each single-turn request that has any and is not exported."""
+        found = {
+            i: self._batch.partial_output(sequence) for i, sequence in self._scheduler.running.items()
+        } | {i: self._kv_cache.partial_output(i) for i in self._scheduler.swapped}
+        return {
+            i: output
+            for i, output in found.items()
+            if len(output.token_ids) and not (self._migrator.is_exported(i) or self._is_episode(i))
+        }
+
+    def _is_episode(self, request_id: RequestId) -> bool:
+        request = self._scheduler.request(request_id)
+        return request is not None and request.sampling.max_turn_tokens > 0
+
+    def _can_continue(self, request: Request, output: PartialOutput) -> bool:
+        """Whether an output is an unfinished one of a single-turn request, with the weights loaded here.
+
+        The weights are compared by digest: a version that was trained again has other ones.
+        """
+        digest, num_tokens = self._loaded[request.version].digest, len(output.token_ids)
+        return (
+            not request.sampling.max_turn_tokens
+            and self._inflight_update is None
+            and 0 < num_tokens < request.sampling.max_tokens
+            and output.logprobs.shape == (num_tokens, NUM_LOGPROBS)
+            and output.chunks == (Chunk(request.version, digest, num_tokens),)
+        )
 
     def status_of(self, request_id: RequestId) -> RequestStatus:
         return self._scheduler.status_of(request_id)

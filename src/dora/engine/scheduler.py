@@ -89,8 +89,9 @@ class Scheduler:
     tokens that are not appended yet; no tokens end the episode. Episodes that await an observation are
     preempted first, and not swapped in.
 
-    With in-flight updates of versions, `mixed_kv` are running requests on the KV of several versions, and
-    `without_kv` are swapped requests that have output but no KV, which is computed once they have a row.
+    `without_kv` are swapped requests that have output but no KV, which is computed once they have a row: they
+    continue an output of a lost engine, or a newer version. With in-flight updates of versions, `mixed_kv`
+    are running requests on the KV of several versions.
     """
 
     def __init__(self, max_rows: int, num_blocks: int, prefill_budget: int = 512) -> None:
@@ -119,6 +120,16 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request."""
         self.waiting[request.id] = request
+        self._num_siblings[request.prompt_key] += 1
+
+    def add_without_kv(self, request: Request, num_blocks: int) -> None:
+        """Queue a request that continues an output, whose `num_blocks` blocks of KV must be computed.
+
+        It is scheduled like a swapped one: before requests without output.
+        """
+        table = [-1] * num_blocks  # only its length counts until the sequence has a row
+        self.swapped[request.id] = Sequence(request, -1, table, next(self._seq_ids))
+        self.without_kv.add(request.id)
         self._num_siblings[request.prompt_key] += 1
 
     def remove(self, request_id: RequestId) -> None:
