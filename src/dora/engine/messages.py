@@ -15,11 +15,15 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dora.core.types import RequestId
+from dora.engine.decode_batch import PartialOutput
 from dora.engine.kv_transfer.handoff import HandoffSlot
 from dora.engine.request import Request
 
@@ -162,3 +166,30 @@ class SupportsEpisodes(Protocol):
 
     def end_episode(self, request_id: RequestId) -> None:
         """End a response with its last turn; the next step returns its completion."""
+
+
+class OutputPart(NamedTuple):
+    """Tokens [N] of an unfinished output from number `start` on, with log-probs [N, 3] as in `PartialOutput`.
+
+    All tokens of the output are from the weights of `version` with this digest.
+    """
+
+    request: RequestId
+    version: int
+    digest: str
+    start: int
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+
+
+@runtime_checkable
+class ContinuesOutputs(Protocol):
+    """What an engine implements beside `InferenceEngine` so that requests survive its loss."""
+
+    def partial_outputs(self) -> dict[RequestId, PartialOutput]:
+        """A copy of the output so far of each request that another engine could continue."""
+
+    def submit(
+        self, requests: Collection[Request], outputs: Mapping[RequestId, PartialOutput] | None = None
+    ) -> None:
+        """As `InferenceEngine.submit`; requests with an output of the same weights continue it."""

@@ -41,6 +41,7 @@ from dora.runtime.rollout.episodes import (
     EpisodeStarted,
     PolicyTurn,
 )
+from dora.runtime.rollout.partial_outputs import FILE_NAME, PartialOutputs
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
 from dora.stream.sample_db import SampleStore
@@ -106,7 +107,14 @@ class Driver:
         self.events: deque[Event] = deque()
         self.engines, self.runner = Engines(), Runner()
         engine_pool = cast(EnginePool, self.engines)
-        self.episodes = Episodes(self.setup, self.runner, engine_pool, self.events, self.sample_book)
+        self.episodes = Episodes(
+            self.setup,
+            self.runner,
+            engine_pool,
+            self.events,
+            self.sample_book,
+            PartialOutputs(self.setup.out / FILE_NAME),
+        )
 
     def start(self, *requests: RequestId, engine: int = 0) -> None:
         """Start episodes, and give them a prompt."""

@@ -7,18 +7,20 @@ episode's turns are the engine's own (`dora.engine.messages`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dora.core.types import GroupId, RequestId
 from dora.curve import CurveAddress
+from dora.engine.decode_batch import PartialOutput
 from dora.engine.messages import ContinueEpisode as ContinueEpisode
 from dora.engine.messages import EndEpisode as EndEpisode
 from dora.engine.messages import ExportFailed as ExportFailed
 from dora.engine.messages import ExportFinished as ExportFinished
 from dora.engine.messages import ImportFailed as ImportFailed
 from dora.engine.messages import ImportFinished as ImportFinished
+from dora.engine.messages import OutputPart as OutputPart
 from dora.engine.messages import ReserveMigration as ReserveMigration
 from dora.engine.messages import StartExport as StartExport
 from dora.engine.messages import TurnFinished
@@ -136,7 +138,10 @@ class DropWeights:
 
 @dataclass(frozen=True)
 class SubmitRequests:
+    """`outputs` are what lost engines had generated of these requests, which continue there."""
+
     requests: list[Request]
+    outputs: Mapping[RequestId, PartialOutput] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -284,6 +289,13 @@ class LoadRejected:
 @dataclass(frozen=True)
 class DecodingPaused:
     """The reply to `PauseDecoding`."""
+
+
+@dataclass(frozen=True)
+class OutputsReported:
+    """New tokens of unfinished requests, once a second."""
+
+    parts: list[OutputPart]
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,11 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from dora.core.types import RequestId
 from dora.engine.interface import InferenceEngine, LoadsFiles, RecomputesKV, SupportsWarmUp
-from dora.engine.messages import SupportsEpisodes, SupportsMigration
+from dora.engine.messages import ContinuesOutputs, OutputPart, SupportsEpisodes, SupportsMigration
 from dora.engine.request import EngineError
 from dora.errors import ModelError
 from dora.metrics.rollout import EngineUsage
@@ -44,6 +47,7 @@ def run_engine(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.EngineSpec) -> 
     outbox.send(_ready_message(engine, spec))
     at_start = _usage(engine)
     reports = _reports(engine, at_start)
+    new_outputs = _new_outputs(engine) if isinstance(engine, ContinuesOutputs) else None
     poll_wait_s = MIN_POLL_WAIT_S
     while True:
         is_polling = loader.is_busy or (migrating is not None and migrating.num_migrations > 0)
@@ -69,6 +73,8 @@ def run_engine(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.EngineSpec) -> 
             outbox.send(m.TurnsCompleted(turns))
         if (report := next(reports)) is not None:
             outbox.send(report)
+            if new_outputs is not None and (parts := next(new_outputs)):
+                outbox.send(m.OutputsReported(parts))
 
 
 def build_engine(spec: m.EngineSpec) -> InferenceEngine:
@@ -133,10 +139,13 @@ def _handle(engine: InferenceEngine, loader: WeightLoader, message: Any) -> obje
             loader.load(version)
         case m.DropWeights(version):
             loader.drop(version)
-        case m.SubmitRequests(requests):
+        case m.SubmitRequests(requests, outputs):
             loader.wait_for({request.version for request in requests})
             try:
-                engine.submit(requests)
+                if outputs and isinstance(engine, ContinuesOutputs):
+                    engine.submit(requests, outputs)
+                else:
+                    engine.submit(requests)
             except EngineError as error:
                 return m.RequestsRejected(error.rejected)
         case m.AbortRequests(requests):
@@ -207,6 +216,22 @@ def _reports(engine: InferenceEngine, at_start: EngineUsage) -> Iterator[m.Engin
         num_recomputed = engine.num_recomputed if isinstance(engine, RecomputesKV) else 0
         usage = _usage(engine).since(at_start)
         yield m.EngineReport(engine.progress(), usage, row_tokens_per_s, engine.kv_usage, num_recomputed)
+
+
+def _new_outputs(engine: ContinuesOutputs) -> Iterator[list[OutputPart]]:
+    """Yield the tokens since the last time of each unfinished output. All are of one version's weights."""
+    num_reported: dict[RequestId, int] = {}
+    while True:
+        parts: list[OutputPart] = []
+        outputs = {i: output for i, output in engine.partial_outputs().items() if len(output.chunks) == 1}
+        for request, output in outputs.items():
+            (chunk,), start = output.chunks, num_reported.get(request, 0)
+            if start < chunk.num_tokens:
+                tokens = output.token_ids[start:].astype(np.int32)
+                logprobs = output.logprobs[start:]
+                parts.append(OutputPart(request, chunk.version, chunk.digest, start, tokens, logprobs))
+        num_reported = {request: len(output.token_ids) for request, output in outputs.items()}
+        yield parts
 
 
 class _PendingLoad(NamedTuple):

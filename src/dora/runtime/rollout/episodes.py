@@ -20,13 +20,22 @@ from numpy.typing import NDArray
 
 from dora.config.schema import Config
 from dora.core.actions import Abort, Generate, Migrate
-from dora.core.events import EngineLost, Event, Migrated, MigrationFailed, RequestsAborted
+from dora.core.events import (
+    EngineLost,
+    Event,
+    Migrated,
+    MigrationFailed,
+    RequestFailed,
+    RequestFinished,
+    RequestsAborted,
+)
 from dora.core.types import Branch, GroupId, RequestId
 from dora.engine.messages import TurnFinished
 from dora.engine.request import Completion, Request
 from dora.errors import RunError
 from dora.runtime.process import messages as m
 from dora.runtime.rollout.engine_pool import EnginePool
+from dora.runtime.rollout.partial_outputs import PartialOutputs
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
 
@@ -177,9 +186,10 @@ class Episodes:
         engine_pool: EnginePool,
         events: deque[Event],
         sample_book: SampleBook,
+        partial_outputs: PartialOutputs,
     ) -> None:
         self._setup, self._engine_pool, self._events = setup, engine_pool, events
-        self._sample_book = sample_book
+        self._sample_book, self._partial_outputs = sample_book, partial_outputs
         self.runner = runner
         self._episodes: dict[RequestId, _Episode] = {}
         self._aborted_while_migrating: set[RequestId] = set()  # until they are aborted on their new engine
@@ -191,7 +201,8 @@ class Episodes:
         """Start requests from their prompts."""
         if self.runner is None:
             requests = self._setup.requests(action.requests, action.version)
-            self._engine_pool.send(action.engine, m.SubmitRequests(requests))
+            outputs = self._partial_outputs.of(requests)
+            self._engine_pool.send(action.engine, m.SubmitRequests(requests, outputs))
             return
         for request in action.requests:
             self._release(request)  # an earlier attempt, whose engine is lost
@@ -245,6 +256,11 @@ class Episodes:
         match event:
             case Migrated(request, _, destination) if (episode := self._episodes.get(request)) is not None:
                 episode.engine = destination
+            case RequestFinished(_, request) | RequestFailed(_, request):
+                self._partial_outputs.forget(request)
+            case RequestsAborted(_, requests):
+                for request in requests:
+                    self._partial_outputs.forget(request)
             case EngineLost(engine):
                 self._release_all([r for r, episode in self._episodes.items() if episode.engine == engine])
 
@@ -255,6 +271,8 @@ class Episodes:
 
         Returns the message for the driver, in which an episode with branches is one completion.
         """
+        if isinstance(message, m.OutputsReported):
+            self._partial_outputs.add(message.parts)
         if isinstance(message, m.RequestsCompleted):
             joined = [self._on_completion(engine, each) for each in message.completions]
             message = replace(message, completions=[each for each in joined if each is not None])
