@@ -23,6 +23,7 @@ from dora.errors import InputError
 from dora.model.pretrained import save_pretrained
 from dora.model.weights import initial_weights
 from dora.runtime.recovery.resume import read_recorded_journal
+from dora.runtime.rollout.partial_outputs import FILE_NAME, _read
 from dora.runtime.run import resume
 
 
@@ -71,6 +72,34 @@ def test_restarted_requests_get_the_same_tokens(resumable: ResumableRun, task: P
     resumable.kill_after(run, 0)
     assert resumable.resume().end().code == 0
     assert metrics(resumable.out)[0]["actor/num_tokens_early"] > 0
+    undisturbed = ResumableRun(task, resumable.out.with_name("undisturbed"))
+    assert undisturbed.start(**one).end().code == 0
+    assert {k: row[0] for k, row in resumable.samples().items()} == {
+        k: row[0] for k, row in undisturbed.samples().items()
+    }
+
+
+def test_unfinished_outputs_continue_from_their_last_durable_token(
+    resumable: ResumableRun, task: Path
+) -> None:
+    """After SIGKILL of everything, the resumed run has the tokens that were durable as soon as it decodes."""
+    one = {"run__steps": 1, "orchestrator__max_staleness": 0, "engine__num_engines": 1}
+    run = resumable.start(**one, engine__min_step_time="400ms")
+    path = resumable.out / FILE_NAME
+    run.wait_until(lambda: path.is_file() and path.stat().st_size > 2000, "durable tokens")
+    resumable.kill_after(run, 0)
+    killed_at = len(journal(resumable.out))
+    parts = {part.request: part.start + len(part.token_ids) for part in _read(path.read_bytes())}
+    assert resumable.resume(engine__min_step_time="400ms").end().code == 0
+    first: dict[tuple[int, ...], int] = {}
+    for line in journal(resumable.out)[killed_at:]:
+        if line["kind"] == "progress_reported":
+            for request, num_tokens in line["lengths"]:
+                if num_tokens:
+                    first.setdefault(tuple(request), num_tokens)
+    kept = {request: num for request, num in parts.items() if tuple(request) in first}
+    assert kept
+    assert all(first[tuple(request)] >= num for request, num in kept.items())
     undisturbed = ResumableRun(task, resumable.out.with_name("undisturbed"))
     assert undisturbed.start(**one).end().code == 0
     assert {k: row[0] for k, row in resumable.samples().items()} == {
