@@ -2,9 +2,10 @@
 
 import pytest
 from tests.engine.test_migration import is_close
-from tests.engine.tiny import make_engine, make_request, run
+from tests.engine.tiny import TINY, make_engine, make_request, run, weights
 
 from dora.core.types import Chunk
+from dora.engine.engine import Engine
 from dora.engine.scheduler import RequestStatus
 
 REQUESTS = [make_request(i, max_tokens=24) for i in range(12)]
@@ -61,3 +62,20 @@ def test_a_continued_request_can_be_aborted_before_it_has_a_row() -> None:
     assert engine.abort([REQUESTS[0].id]) == {REQUESTS[0].id: 5}
     engine.check()
     assert engine.is_idle
+
+
+def test_exact_engines_continue_bit_for_bit() -> None:
+    def make_exact(max_rows: int) -> Engine:
+        engine = Engine(TINY, max_rows=max_rows, max_context=96, version_slots=2, kernels="numba", exact=True)
+        engine.load(0, weights(0))
+        return engine
+
+    lost, engine = make_exact(8), make_exact(4)
+    lost.submit(REQUESTS)
+    for _ in range(11):
+        lost.step()
+    engine.submit(REQUESTS, lost.partial_outputs())
+    completions = {}
+    while not engine.is_idle:
+        completions |= {completion.id: completion for completion in engine.step()}
+    assert completions == run(make_exact(16), REQUESTS)
