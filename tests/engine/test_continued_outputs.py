@@ -26,7 +26,7 @@ def test_continued_outputs_equal_undisturbed_ones(kernels: str, num_blocks: int 
     assert engine.progress() == {
         r.id: len(outputs[r.id].token_ids) if r.id in outputs else 0 for r in REQUESTS
     }
-    completions = {}
+    completions: dict[RequestId, Completion] = {}
     while not engine.is_idle:
         completions |= {completion.id: completion for completion in engine.step()}
         engine.check()
@@ -75,7 +75,7 @@ def test_exact_engines_continue_bit_for_bit() -> None:
     for _ in range(11):
         lost.step()
     engine.submit(REQUESTS, lost.partial_outputs())
-    completions = {}
+    completions: dict[RequestId, Completion] = {}
     while not engine.is_idle:
         completions |= {completion.id: completion for completion in engine.step()}
     assert completions == run(make_exact(16), REQUESTS)

@@ -260,9 +260,9 @@ class WeightSender:
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        with self._process:
+            assert self._process.stdin is not None
+            self._process.stdin.close()  # it then exits
 
 
 _PRINT_VERSION = """
