@@ -6,7 +6,10 @@ that the destination has no blocks cached. Requests migrate one at a time, and m
 changes its version. Stop time is measured while both engines decode, from the source's last token to the
 destination's first one, in decode steps.
 
-    python benchmarks/migration.py [--quick] [--json FILE]
+With --vllm-python, requests of 128 to 4,096 tokens migrate between two vLLM servers instead, once with their
+KV and once without. Stop time is then from the source's halt to the first token from the destination.
+
+    python benchmarks/migration.py [--vllm-python PYTHON] [--quick] [--json FILE]
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ import shutil
 import statistics
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from models import DEMO, THIRTY_MILLION
@@ -26,7 +30,9 @@ from models import DEMO, THIRTY_MILLION
 from dora.core.actions import Migrate
 from dora.core.events import Event, Migrated
 from dora.core.types import GroupId, RequestId
-from dora.engine.request import Request, SamplingParams
+from dora.engine.kv_transfer.handoff import HandoffSlots
+from dora.engine.messages import ImportFinished
+from dora.engine.request import Completion, Request, SamplingParams
 from dora.model.config import ModelConfig
 from dora.model.pretrained import save_pretrained
 from dora.model.weights import WeightLayout, initial_weights, parameter_shapes
@@ -35,7 +41,10 @@ from dora.runtime.process.worker_process import Worker, WorkerMessages
 from dora.runtime.rollout.engine_worker import run_engine
 from dora.runtime.rollout.migration import Migrations
 from dora.weights.store import WeightStore, make_store_folder
-from report import Row, parse_options, publish
+from report import Options, Row, make_parser, options_of, publish
+
+if TYPE_CHECKING:
+    from dora.engine.backends.vllm import Vllm
 
 MODELS = {"demo": DEMO, "30m": THIRTY_MILLION}
 NUM_TOKENS, PROMPT_LENGTH, MAX_CONTEXT = 1000, 15, 1536
@@ -260,8 +269,138 @@ def measure_stop(case: Case, pair: EnginePair) -> Row:
     }
 
 
+VLLM_TOKENS = (128, 256, 512, 1024, 2048, 4096)  # of prompt and answer when a request migrates
+NUM_BEFORE, NUM_AFTER = 32, 96  # tokens of the answer before and after the migration
+
+
+class ServerPair:
+    """Two engines on vLLM servers with version 0, and a driver that only migrates, in this process."""
+
+    def __init__(self, config: ModelConfig, python: str) -> None:
+        from dora.engine.backends.vllm import Vllm
+
+        self._folder, self._vocab_size, self._source = (
+            make_store_folder(0),
+            config.vocab_size,
+            random.Random(0),
+        )
+        weights = initial_weights(config, seed=0, std=0.1)
+        save_pretrained(self._folder / "model", config, weights)
+        self._slots, self._num_requests, self._num_migrations = HandoffSlots(self._folder), 0, 0
+        self.engines: list[Vllm] = []
+        for number in range(2):
+            pool = self._folder / f"pool-{number}"
+            sizes = {"max_rows": 2, "max_context": VLLM_TOKENS[-1] + NUM_AFTER, "version_slots": 1}
+            where = {"device": "cpu", "dtype": "float32", "python": python, "pool": pool}
+            self.engines.append(Vllm(model=str(self._folder / "model"), **sizes, **where))
+            self.engines[-1].load(0, weights)
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+        shutil.rmtree(self._folder)
+
+    def request(self, num_tokens: int) -> Request:
+        """A request that migrates with about `num_tokens`. Its tokens are the likeliest ones."""
+        self._num_requests += 1
+        prompt = tuple(self._source.randrange(self._vocab_size) for _ in range(num_tokens - NUM_BEFORE))
+        group = GroupId(0, self._num_requests)
+        sampling = SamplingParams(0.0, NUM_BEFORE + NUM_AFTER)
+        return Request(RequestId(*group, 0), group, prompt, 0, self._num_requests, sampling)
+
+    def generate(self, engine: Vllm, request: Request) -> Completion:
+        """The answer without a migration."""
+        engine.submit([request])
+        return _until(engine.step)[0]
+
+    def move(self, request: Request, carries_kv: bool) -> tuple[float, ImportFinished, Completion]:
+        """Migrate with NUM_BEFORE tokens of the answer. Returns the time without new tokens (s)."""
+        source, destination = self.engines
+        source.submit([request])
+        while source.progress()[request.id] < NUM_BEFORE:
+            source.step()
+        self._num_migrations += 1
+        number, slot = self._num_migrations, self._slots.allocate(self._num_migrations, request)
+        pool = source.kv_pool if carries_kv else None
+        assert destination.reserve_migration(m.ReserveMigration(number, request, pool, slot, WAIT_S)) is None
+        began_s = time.perf_counter()
+        assert source.start_export(m.StartExport(number, request.id, slot, WAIT_S, carries_kv)) is None
+        replies: list[object] = []
+        while len(replies) < 2:
+            replies += source.poll_migrations() + destination.poll_migrations()
+        (imported,) = (reply for reply in replies if isinstance(reply, ImportFinished))
+        while destination.progress()[request.id] <= imported.num_tokens:
+            destination.step()
+        stop_s = time.perf_counter() - began_s
+        return stop_s, imported, _until(destination.step)[0]
+
+
+def _until(step: Callable[[], list[Completion]]) -> list[Completion]:
+    """Step until there are answers."""
+    while not (answers := step()):
+        pass
+    return answers
+
+
+def measure_vllm(pair: ServerPair, num_tokens: int, num_repeats: int) -> Row:
+    """Stop time with KV and without, and the log-probs after a migration against those without one."""
+    stops_ms: dict[bool, list[float]] = {True: [], False: []}
+    prefilled: dict[bool, set[int]] = {True: set(), False: set()}
+    differences: dict[bool, float] = {True: 0.0, False: 0.0}
+    num_bytes = 0
+    for _ in range(num_repeats):
+        for carries_kv in (True, False):
+            request = pair.request(num_tokens)
+            stop_s, imported, answer = pair.move(request, carries_kv)
+            stops_ms[carries_kv].append(stop_s * 1e3)
+            prefilled[carries_kv].add(imported.num_prefilled)
+            num_bytes = max(num_bytes, imported.num_bytes)
+            unmoved = pair.generate(pair.engines[0], request)
+            assert answer.token_ids.tolist() == unmoved.token_ids.tolist(), "the tokens differ"
+            difference = float(np.abs(answer.logprobs - unmoved.logprobs).max())
+            differences[carries_kv] = max(differences[carries_kv], difference)
+    with_kv, without = (statistics.median(stops_ms[carries_kv]) for carries_kv in (True, False))
+    return {
+        "vllm_tokens": num_tokens,
+        "kv_mb": num_bytes / 1e6,
+        "stop_ms": with_kv,
+        "prefill_stop_ms": without,
+        "ratio": without / with_kv,
+        "max_prefilled": max(prefilled[True]),
+        "logprob_difference": differences[True],
+        "logprob_difference_prefilled": differences[False],
+        "repeats": num_repeats,
+    }
+
+
+def run_vllm(options: Options, python: str) -> None:
+    config = replace(THIRTY_MILLION, max_position_embeddings=VLLM_TOKENS[-1] + NUM_AFTER)
+    pair = ServerPair(config, python)
+    try:
+        measure_vllm(pair, VLLM_TOKENS[0], 1)  # the first calls of a server are slow
+        lengths = VLLM_TOKENS[:3] if options.quick else VLLM_TOKENS
+        rows = [measure_vllm(pair, num_tokens, 3 if options.quick else 7) for num_tokens in lengths]
+        num_recomputed = sum(engine.num_recomputed for engine in pair.engines)
+    finally:
+        pair.close()
+    ratios = {f"prefill_over_kv_{row['vllm_tokens']}": float(row["ratio"]) for row in rows}
+    ratios["prefilled_with_kv"] = float(num_recomputed + sum(int(row["max_prefilled"]) for row in rows))
+    ratios["logprob_difference"] = max(float(row["logprob_difference"]) for row in rows)
+    publish(options, rows, ratios)
+
+
 def main() -> None:
-    options = parse_options(__doc__ or "")
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--vllm-python", metavar="PYTHON", help="interpreter that has vLLM")
+    given = parser.parse_args()
+    options = options_of(given)
+    if given.vllm_python:
+        run_vllm(options, given.vllm_python)
+    else:
+        run_native(options)
+
+
+def run_native(options: Options) -> None:
     costs: list[Row] = []
     stops: list[Row] = []
     for name, config in MODELS.items():

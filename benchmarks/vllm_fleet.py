@@ -2,9 +2,9 @@
 
 The demo's task with one engine of DORA's own and one server on the CPU, which has its own Python environment.
 One run goes to the end. In one run the server is killed half-way: its engine is lost, and its requests start
-again on the other engine. In one run requests migrate without KV between that engine, the server and a second
-server. All runs are audited, and log-probs of samples of both kinds of engines are computed again from the
-stored versions.
+again on the other engine. In one run requests migrate without KV between that engine and two servers, and
+with KV between vLLM servers. One run has two servers only. All runs are audited, and log-probs of samples of
+both kinds of engines are computed again from the stored versions.
 
     python benchmarks/vllm_fleet.py --vllm-python PYTHON [--quick] [--json FILE]
     python benchmarks/vllm_fleet.py --sglang-python PYTHON [--quick] [--json FILE]
@@ -50,6 +50,8 @@ backend = "{name}"
 options = {{ python = {python} }}
 num_engines = {num_servers}
 """
+SERVERS_ONLY = "servers only, requests move"
+MOVING = ("requests move", SERVERS_ONLY)
 NUM_DEEP = 64  # samples whose log-probs are computed again
 START_S, STEP_S = 900.0, 20.0  # limits of the start and of an average step
 
@@ -86,11 +88,15 @@ def version(package: str, python: str) -> str:
 
 def train(server: str, python: str, num_steps: int, name: str) -> Row:
     """One audited run of the mixed fleet, with the tokens of each kind of engine."""
-    is_killed, migrates = name == "server killed", name == "requests move"
+    is_killed, migrates, is_mixed = name == "server killed", name in MOVING, name != SERVERS_ONLY
     changes = {"run.steps": num_steps, **CHANGES, **(MIGRATING if migrates else STATIC)}
+    if not is_mixed:
+        options = f"{{python = {json.dumps(python)}}}"
+        changes |= {"engine.backend": server, "engine.options": options, "engine.num_engines": 2}
     config = load.read_config(EXAMPLE, [f"{key}={value}" for key, value in changes.items()])
     with tempfile.TemporaryDirectory() as folder:
         fleet = FLEET.format(name=server, python=json.dumps(python), num_servers=1 + migrates)
+        fleet = fleet if is_mixed else ""
         file, out = Path(folder) / "run.toml", Path(folder) / "run"
         file.write_text(to_toml(config) + fleet, encoding="utf-8")
         command = [sys.executable, "-m", "dora", "train", str(file), "--out", str(out)]
@@ -109,17 +115,23 @@ def train(server: str, python: str, num_steps: int, name: str) -> Row:
             answers[event.engine] += 1
         num_lost += isinstance(event, EngineLost)
         if isinstance(event, Migrated):
-            migrated["in" if event.destination == 0 else "out" if event.source == 0 else "between"] += 1
+            to, source = (is_mixed and number == 0 for number in (event.destination, event.source))
+            migrated["in" if to else "out" if source else "between"] += 1
+            migrated["with KV"] += event.num_bytes > 0
+            migrated["kv_bytes"] += event.num_bytes
+    num_own = answers[0] if is_mixed else 0
     return {
         "run": name,
         "steps": num_steps,
-        "answers_dora": answers[0],
-        f"answers_{server}": answers.total() - answers[0],
-        f"{server}_token_share": 1 - tokens[0] / tokens.total(),
+        "answers_dora": num_own,
+        f"answers_{server}": answers.total() - num_own,
+        f"{server}_token_share": 1 - is_mixed * tokens[0] / tokens.total(),
         "engines_lost": num_lost,
         "moved_to_dora": migrated["in"],
         f"moved_to_{server}": migrated["out"],
         "moved_between_servers": migrated["between"],
+        "moved_with_kv": migrated["with KV"],
+        "kv_mb": migrated["kv_bytes"] / 1e6,
         "reprefill_tokens": summary["reprefill_tokens"],
         "trained_tokens": summary["trained_tokens"],
         "regenerated_tokens": summary["regenerated_tokens"],
@@ -153,9 +165,8 @@ def main() -> None:
     options, server = options_of(given), "vllm" if given.vllm_python else "sglang"
     python = given.vllm_python or given.sglang_python
     num_steps = 8 if options.quick else 40
-    runs = [
-        train(server, python, num_steps, name) for name in ("to the end", "server killed", "requests move")
-    ]
+    names = ("to the end", "server killed", *MOVING)
+    runs = [train(server, python, num_steps, name) for name in names]
     contract = run_contract(server, python)
     violations = sum(int(row["violations"]) + int(row["deep_findings"]) for row in runs)
     ratios = {
@@ -163,8 +174,12 @@ def main() -> None:
         "contract_failed": float(contract["failed"]),
         "violations": float(violations),
         f"{server}_token_share": float(runs[0][f"{server}_token_share"]),
-        "moves": float(sum(int(runs[2][key]) for key in runs[2] if key.startswith("moved_"))),
+        "moves": float(
+            sum(int(runs[2][key]) for key in runs[2] if key.startswith("moved_") and key != "moved_with_kv")
+        ),
         "reprefilled_share": float(runs[2]["reprefill_tokens"]) / float(runs[2]["trained_tokens"]),
+        "kv_moves": float(runs[3]["moved_with_kv"]),
+        "reprefilled_by_kv_moves": float(runs[3]["reprefill_tokens"]),
     }
     publish(options, [contract, *runs], ratios)
     if contract["failed"] or violations:

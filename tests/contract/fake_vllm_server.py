@@ -9,16 +9,24 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from dora.engine.backends.server_plugins import dora_kv_files as kv_files
 from dora.engine.backends.server_plugins.dora_digest import safetensors_digest
 
 AUTH_TOKEN = "of this server"
+KV_LAYOUT = ["of this version", "1"]
+KV = [torch.ones(1, 2)]  # of one layer and block
+ORDER_INTERVAL_S = 0.002
 INTERVAL = 8  # tokens of an event, after the first one
 VOCAB_SIZE = 29
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "vllm.json").read_text(encoding="utf-8"))
@@ -83,6 +91,8 @@ class FakeVllmServer(ThreadingHTTPServer):
     version: report this version of vLLM.
     replays: answer every request with the recorded answer of this name.
     event_interval_s: time between events.
+    reported_prefill: report this many prefilled tokens at the end of an answer.
+    kv: export KV and import it, as with DORA-RL's connector; "lost": fail to write it; "never": do not try.
     """
 
     daemon_threads = True
@@ -94,6 +104,7 @@ class FakeVllmServer(ThreadingHTTPServer):
         self.adapters: dict[str, Path] = {}
         self.generate_calls: list[dict[str, Any]] = []  # bodies, in order
         self.loaded_files: list[str] = []
+        self.weight_digest = ""
         self.aborted: set[str] = set()
         self.num_streams = 0
         self.changed = threading.Condition()
@@ -103,6 +114,12 @@ class FakeVllmServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def generate_calls_when(self, count: int) -> list[dict[str, Any]]:
+        """The bodies of the calls, once there are this many."""
+        with self.changed:
+            self.changed.wait_for(lambda: len(self.generate_calls) >= count)
+            return [*self.generate_calls]
 
     def clear_faults(self) -> None:
         """End all faults. Answers that were held back continue."""
@@ -142,6 +159,9 @@ class Handler(BaseHTTPRequestHandler):
                 self._load(body["args"][0])
             case "/collective_rpc" if body["method"] == "dora_digest":
                 self._send_json(200, {"results": [safetensors_digest(body["args"][0])]})
+            case "/collective_rpc" if body["method"] == "dora_info" and "kv" in self.server.faults:
+                (info,) = recorded_response("dora_info")["results"]
+                self._send_json(200, {"results": [info | {"kv_layout": KV_LAYOUT}]})
             case "/collective_rpc":
                 self._send_json(200, recorded_response(body["method"]))
             case "/v1/load_lora_adapter":
@@ -178,7 +198,9 @@ class Handler(BaseHTTPRequestHandler):
         if faults.get("rejected_loads"):
             faults["rejected_loads"] -= 1
             return self._send_json(500, recorded_response("bad load"))
-        self._send_json(200, {"results": faults.get("digests", [safetensors_digest(path)])})
+        digests = faults.get("digests", [safetensors_digest(path)])
+        self.server.weight_digest = digests[0]
+        self._send_json(200, {"results": digests})
 
     def _abort(self, body: dict[str, Any]) -> None:
         server = self.server
@@ -190,25 +212,60 @@ class Handler(BaseHTTPRequestHandler):
             server.changed.notify_all()
         self._send_json(200, recorded_response(CALLS["/abort_requests"]))
 
+    def _is_export_ordered(self, body: dict[str, Any]) -> bool:
+        folder = body.get("kv_transfer_params", {}).get("dora_export")
+        is_able = self.server.faults.get("kv") not in (None, "never")
+        return is_able and folder is not None and kv_files.part_folder(Path(folder)).is_dir()
+
+    def _halt(self, body: dict[str, Any], event: dict[str, Any], num_sent: int) -> None:
+        """End an answer with its next token, and then write the KV of the others."""
+        (choice,) = event["choices"]
+        choice["token_ids"], choice["finish_reason"] = choice["token_ids"][:1], "length"
+        choice["logprobs"]["content"] = choice["logprobs"]["content"][:1]
+        choice["weight_versions"] = [{"version": self.server.label, "start": 0, "end": num_sent + 1}]
+        self._send_event(event)
+        folder, num_tokens = (
+            Path(body["kv_transfer_params"]["dora_export"]),
+            len(body["token_ids"]) + num_sent,
+        )
+        part = kv_files.part_folder(folder)
+        if self.server.faults["kv"] != "lost":
+            origin = kv_files.KVOrigin(self.server.weight_digest, tuple(KV_LAYOUT))
+            kv_files.write_blocks(kv_files.worker_file(part, 0), origin, KV, [0], num_tokens)
+        part.rename(folder)
+
+    def _wait(self, is_over: Callable[[], bool], timeout_s: float | None = None) -> None:
+        """Wait for a call, or for an order in the file system, of which nothing notifies the server."""
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        with self.server.changed:
+            while not is_over() and time.monotonic() < deadline_s:
+                self.server.changed.wait(min(ORDER_INTERVAL_S, deadline_s - time.monotonic()))
+
     def _stream(self, body: dict[str, Any]) -> None:
         server, name = self.server, f"generate-tokens-{body['request_id']}"
         with server.changed:
             server.num_streams += 1
             server.generate_calls.append(body)
+            server.changed.notify_all()
             events = [*made_up_events(body, server.label)]
         if "replays" in server.faults:
             text = json.dumps(recorded_events(server.faults["replays"]))
             events = json.loads(text.replace(LABEL, server.label))
         try:
-            is_complete = self._send_events(name, events)
+            is_complete = self._send_events(name, body, events)
         finally:
             with server.changed:
                 server.num_streams -= 1
         if is_complete:
+            if "reported_prefill" in server.faults:
+                num_tokens = len(body["token_ids"])
+                cached = {"cached_tokens": num_tokens - server.faults["reported_prefill"]}
+                usage = {"prompt_tokens": num_tokens, "prompt_tokens_details": cached}
+                self._send_event({"choices": [], "usage": usage})
             self._send_chunk(b"data: [DONE]\n\n")
             self._send_chunk(b"")
 
-    def _send_events(self, name: str, events: list[Any]) -> bool:
+    def _send_events(self, name: str, body: dict[str, Any], events: list[Any]) -> bool:
         """Send the events of an answer. False if the connection is closed before the end."""
         server, faults, num_sent = self.server, self.server.faults, 0
         self.send_response(200)
@@ -217,13 +274,14 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         for number, event in enumerate(events):
             if number == (1 if faults.get("holds") else faults.get("holds_after")):
-                with server.changed:
-                    server.changed.wait_for(lambda: name in server.aborted or not faults)
+                self._wait(lambda: name in server.aborted or not faults or self._is_export_ordered(body))
             if "event_interval_s" in faults:
-                with server.changed:
-                    server.changed.wait_for(lambda: name in server.aborted, faults["event_interval_s"])
+                self._wait(lambda: name in server.aborted, faults["event_interval_s"])
             if name in server.aborted:
                 self._send_event(aborted_event(server.label, num_sent))
+                break
+            if self._is_export_ordered(body):
+                self._halt(body, event, num_sent)
                 break
             if number == faults.get("crashes_after"):
                 self.connection.shutdown(socket.SHUT_RDWR)  # as when the process crashes

@@ -20,14 +20,16 @@ from tests.contract.lora import RANK, lora_weights
 from tests.docs.blocks import ROOT, commands
 from tests.runtime.running import dora, summary, wait_until_gone
 
+from dora.engine.backends.server_plugins.dora_kv_files import HEADER_BYTES
 from dora.engine.backends.sglang import Sglang
 from dora.engine.backends.vllm import Vllm, VllmLora
 from dora.engine.interface import Capabilities
+from dora.engine.messages import ImportFinished
 from dora.engine.request import Completion, EngineError
 from dora.model.pretrained import save_pretrained
 from dora.model.weights import weight_digest
-from dora.testing import CONFIG, make_request, version_weights
-from dora.testing.engine_contract import MAX_CONTEXT, MAX_ROWS, InferenceContract
+from dora.testing import CONFIG, make_request, reference_logprobs, version_weights
+from dora.testing.engine_contract import MAX_CONTEXT, MAX_ROWS, InferenceContract, MigrationDriver
 from dora.trainer.logprobs import GroupLogprobs
 from dora.trainer.settings import Sample, TrainerSettings
 
@@ -35,18 +37,26 @@ Engine: type[Vllm] | type[Sglang] = Sglang if "SGLANG_PYTHON" in os.environ else
 PYTHON = os.environ["SGLANG_PYTHON" if Engine is Sglang else "VLLM_PYTHON"]
 NAME = Engine.server_kind.name.lower()  # of its page, and of the environment on that page
 PAGE = [line for block, line in commands() if block.page == f"docs/{NAME}.md"]
-ENGINES: dict[str, Vllm | Sglang] = {}  # by dtype: each server takes half a minute to start
+ENGINES: dict[object, Vllm | Sglang] = {}  # by dtype and pool: each server takes half a minute to start
 
 
 class Attached:
-    """Has the signature of a backend. Engines of one dtype use the same server, one after another."""
+    """Has the signature of a backend.
+
+    Engines of one dtype use the same server, one after another, and those with a second pool a second one.
+    """
 
     capabilities: ClassVar[Capabilities] = Engine.capabilities
 
-    def __new__(cls, *, model: str, dtype: str, **options: Any) -> Vllm | Sglang:  # type: ignore[misc]
-        if dtype not in ENGINES:
-            ENGINES[dtype] = Engine(model=model, dtype=dtype, python=PYTHON, **options)
-        server = ENGINES[dtype].server
+    def __new__(  # type: ignore[misc]
+        cls, *, model: str, dtype: str, pool: Path | None = None, **options: Any
+    ) -> Vllm | Sglang:
+        key = dtype, "pool-0" if pool is None else pool.name
+        if cls.capabilities.kv_transfer:
+            options["pool"] = pool or Path(model) / "server-pool"
+        if key not in ENGINES:
+            ENGINES[key] = Engine(model=model, dtype=dtype, python=PYTHON, **options)
+        server = ENGINES[key].server
         os.environ[server.kind.token_variable] = server.auth_token
         return Engine(model=model, dtype=dtype, url=server.url, **options)
 
@@ -159,6 +169,42 @@ def test_versions_arrive_by_vllms_own_weight_transfer(tmp_path: Path) -> None:
         assert answer.logprobs == pytest.approx(compute([sample])[0].tolist(), abs=1e-3)
         engine.drop(version)
     engine.close()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not Engine.capabilities.kv_transfer, reason="its KV cannot leave the server")
+def test_kv_that_is_damaged_after_the_import_is_committed_is_prefilled_again(tmp_path: Path) -> None:
+    """The server, which reads it last, finds the damage; the answer has the log-probs of the weights."""
+    model = tmp_path / "model"
+    save_pretrained(model, CONFIG, version_weights(0))
+    source, destination = (
+        Attached(
+            model=str(model),
+            max_rows=MAX_ROWS,
+            max_context=MAX_CONTEXT,
+            version_slots=1,
+            device="cpu",
+            dtype="float32",
+            pool=tmp_path / f"pool-{number}",
+        )
+        for number in range(2)
+    )
+    for engine in (source, destination):
+        engine.load(0, version_weights(0))
+    driver, request = MigrationDriver(tmp_path), make_request(0, max_tokens=MAX_CONTEXT - 9)
+    source.submit([request])
+    driver.step_until_first_token(source, request)
+    destination.pause()  # so that it does not read the KV yet
+    replies = driver.migrate(request, source, destination, source.kv_pool)
+    assert [reply.num_prefilled for reply in replies if isinstance(reply, ImportFinished)] == [0]
+    (path,) = (tmp_path / "pool-1").glob("*/*.kv")
+    with path.open("r+b") as file:
+        file.seek(HEADER_BYTES)
+        file.write(4096 * b"\xff")  # NaN, which would be in every log-prob
+    destination.resume()
+    answer = driver.finish(destination, request)
+    expected = reference_logprobs(0, request.prompt_ids, answer.token_ids.tolist())
+    assert answer.logprobs == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.timeout(300)

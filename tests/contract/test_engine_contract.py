@@ -22,7 +22,15 @@ class Native:
     private_kv = False
 
     def __new__(  # type: ignore[misc]
-        cls, *, model: str, max_rows: int, max_context: int, version_slots: int, device: str, dtype: str
+        cls,
+        *,
+        model: str,
+        max_rows: int,
+        max_context: int,
+        version_slots: int,
+        device: str,
+        dtype: str,
+        pool: Path | None = None,
     ) -> InferenceEngine:
         return Engine(
             load_config(Path(model)),
@@ -33,7 +41,7 @@ class Native:
             dtype=dtype,
             detokenize=Tokenizer(Path(model)).decode,
             device=device,
-            pool=Path(model) / "pool",
+            pool=pool or Path(model) / "pool",
             private_kv=cls.private_kv,
         )
 

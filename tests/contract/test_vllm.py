@@ -249,7 +249,7 @@ def test_a_request_that_has_reached_its_stop_string_does_not_migrate(make: Make,
     engine.submit([request])
     while engine.progress().get(request.id) != 3:
         assert engine.step() == []
-    assert engine.halt(request.id) is None
+    assert engine.halt(request.id, carries_kv=True) is None
     (answer,) = run(engine)
     assert (len(answer.token_ids), answer.finish_reason) == (3, "stop")
 

@@ -4,8 +4,9 @@ import pytest
 from tests.engine.test_migration import is_close
 from tests.engine.tiny import TINY, make_engine, make_request, run, weights
 
-from dora.core.types import Chunk
+from dora.core.types import Chunk, RequestId
 from dora.engine.engine import Engine
+from dora.engine.request import Completion
 from dora.engine.scheduler import RequestStatus
 
 REQUESTS = [make_request(i, max_tokens=24) for i in range(12)]

@@ -494,7 +494,7 @@ class EngineSection(Section):
         default="auto",
         description="How the KV of a migrating request reaches another engine. shared: from the first one's "
         "KV cache, on the CPU; staged: through host memory; none: it is computed again. auto: shared on the "
-        "CPU, staged on a GPU.",
+        "CPU, staged on a GPU. Between vLLM servers KV moves through files in memory, or not with none.",
     )
     kernels: Literal["auto", "numba", "eager"] = Field(
         default="auto",

@@ -604,7 +604,7 @@ def _unused_in_engine(config: Config) -> Reasons:
             policy = config.orchestrator.update_policy
             unused["kv_transfer"] = f"with update_policy = {policy}: requests do not migrate"
         return unused
-    own = ("kernels", "num_kv_blocks", "max_prefill_tokens", "min_step_time", "kv_transfer")
+    own = ("kernels", "num_kv_blocks", "max_prefill_tokens", "min_step_time")
     return dict.fromkeys(own, "with engine.backend: it is a setting of DORA-RL's own engine")
 
 

@@ -38,7 +38,7 @@ class Capabilities:
     pauses: bool = False  # `pause` and `resume`
     decode_only: bool = False  # `decode_only`
     migrates_without_kv: bool = False  # running requests migrate as tokens; see `SupportsMigration`
-    kv_transfer: bool = False  # also with their KV. A run uses it only for DORA-RL's own engine
+    kv_transfer: bool = False  # also with their KV, between engines of one backend; takes the keyword `pool`
     episodes: bool = False  # multi-turn requests; see `SupportsEpisodes`
     tensor_parallel: bool = False  # divides the model among several GPUs; takes the keyword `num_gpus`
     inflight_update: bool = False  # running requests continue with newer versions; takes this keyword
@@ -158,6 +158,7 @@ class InferenceFactory(Protocol):
 
     With the capability `inflight_update` it also takes this keyword: "partial" or "inflight", as
     `orchestrator.update_policy`. It is not given under other policies, where requests keep their version.
+    With `kv_transfer` it takes `pool`, a path in memory that other engines on the machine can read, or None.
     """
 
     capabilities: Capabilities

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -124,6 +125,19 @@ class SupportsMigration(Protocol):
 
     def poll_migrations(self) -> list[MigrationReply]:
         """Advance all migrations and return new replies. The caller calls it between steps."""
+
+
+@runtime_checkable
+class SharesKV(Protocol):
+    """What an engine of another backend implements beside `SupportsMigration` to move requests with their KV.
+
+    It has the capability `kv_transfer`. The driver gives its pool to other engines of its backend on the
+    machine as `ReserveMigration.source_pool`.
+    """
+
+    @property
+    def kv_pool(self) -> Path | None:
+        """The path in memory through which its KV leaves; None if this engine's KV cannot."""
 
 
 @dataclass(frozen=True)

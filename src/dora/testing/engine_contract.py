@@ -17,7 +17,13 @@ import torch
 from dora.core.types import Chunk, RequestId
 from dora.data.tokenizer import save_character_tokenizer
 from dora.engine.engine import Engine
-from dora.engine.interface import Capabilities, InferenceEngine, InferenceFactory, required_members
+from dora.engine.interface import (
+    Capabilities,
+    InferenceEngine,
+    InferenceFactory,
+    RecomputesKV,
+    required_members,
+)
 from dora.engine.kv_transfer.handoff import HandoffSlots
 from dora.engine.messages import (
     ImportFinished,
@@ -341,6 +347,31 @@ class InferenceContract:
         assert answer.chunks == (Chunk(0, weight_digest(version_weights(0)), len(answer.token_ids)),)
         assert self._max_difference(answer, request) < self.tolerance
 
+    def test_a_running_request_migrates_with_its_kv_to_an_engine_of_its_kind(self, tmp_path: Path) -> None:
+        """Several times, and nothing is prefilled again. Log-probs stay those of the weights."""
+        self._require(kv_transfer=self._capabilities.kv_transfer)
+        pools = [tmp_path / f"pool-{number}" for number in range(2)]
+        engines = [self._make(tmp_path / "model", "float32", pool=pool) for pool in pools]
+        for engine in engines:
+            engine.load(0, version_weights(0))
+        driver, num_imported = MigrationDriver(tmp_path), 0
+        for number in range(MAX_ATTEMPTS):
+            request, at = make_request(number, max_tokens=MAX_CONTEXT - 9), 0
+            engines[0].submit([request])
+            for _ in range(3):
+                driver.step_until_first_token(engines[at], request)
+                replies = driver.migrate(request, engines[at], engines[1 - at], pools[at])
+                if not (done := [reply for reply in replies if isinstance(reply, ImportFinished)]):
+                    break  # the request has finished first
+                assert [(reply.num_prefilled, reply.num_bytes > 0) for reply in done] == [(0, True)]
+                at, num_imported = 1 - at, num_imported + 1
+                driver.step(engines[at])
+            answer = driver.finish(engines[at], request)
+            assert answer.chunks == (Chunk(0, weight_digest(version_weights(0)), len(answer.token_ids)),)
+            assert self._max_difference(answer, request) < self.tolerance
+        assert num_imported
+        assert not any(engine.num_recomputed for engine in engines if isinstance(engine, RecomputesKV))
+
     def test_an_episode_reads_the_observations_between_its_turns(self, engine: InferenceEngine) -> None:
         self._require(episodes=self._capabilities.episodes)
         assert isinstance(engine, SupportsEpisodes)
@@ -367,7 +398,7 @@ class InferenceContract:
             nan_ok=True,
         )
 
-    def _make(self, folder: Path, dtype: str) -> InferenceEngine:
+    def _make(self, folder: Path, dtype: str, **options: Any) -> InferenceEngine:
         save_pretrained(folder, CONFIG, version_weights(0))
         save_character_tokenizer(folder, CHARACTERS)
         slots = min(2, self._capabilities.max_versions or 2)
@@ -378,6 +409,7 @@ class InferenceContract:
             version_slots=slots,
             device=self.device,
             dtype=dtype,
+            **options,
         )
 
     def _run(self, engine: InferenceEngine, requests: Sequence[Request]) -> list[Completion]:
@@ -406,7 +438,7 @@ class InferenceContract:
 
 
 class MigrationDriver:
-    """Starts token-only migrations between engines, and collects responses.
+    """Starts migrations between engines, token-only or from the `pool` of the source, and collects responses.
 
     `folder` gets the file of the migrations.
     """
@@ -427,25 +459,35 @@ class MigrationDriver:
         self.finished |= {answer.id: answer for answer in engine.step()}
 
     def start(
-        self, request: Request, source: InferenceEngine, destination: InferenceEngine
+        self,
+        request: Request,
+        source: InferenceEngine,
+        destination: InferenceEngine,
+        pool: Path | None = None,
     ) -> list[MigrationReply]:
         """Start a migration on both sides. Returns the failure if a side rejects it."""
         assert isinstance(source, SupportsMigration)
         assert isinstance(destination, SupportsMigration)
         self._num_migrations += 1
         slot = self._slots.allocate(self._num_migrations, request)
-        reservation = ReserveMigration(self._num_migrations, request, None, slot, self._lease_s)
+        reservation = ReserveMigration(self._num_migrations, request, pool, slot, self._lease_s)
         if (rejected := destination.reserve_migration(reservation)) is not None:
             return [rejected]
-        export = StartExport(self._num_migrations, request.id, slot, self._lease_s, carries_kv=False)
+        export = StartExport(
+            self._num_migrations, request.id, slot, self._lease_s, carries_kv=pool is not None
+        )
         failure = source.start_export(export)
         return [] if failure is None else [failure]
 
     def migrate(
-        self, request: Request, source: InferenceEngine, destination: InferenceEngine
+        self,
+        request: Request,
+        source: InferenceEngine,
+        destination: InferenceEngine,
+        pool: Path | None = None,
     ) -> list[MigrationReply]:
         """The replies of both sides to a whole migration. The source decodes meanwhile."""
-        replies = self.start(request, source, destination)
+        replies = self.start(request, source, destination, pool)
         for _ in range(MAX_STEPS):
             if len(replies) >= 2:
                 break

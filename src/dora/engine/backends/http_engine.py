@@ -2,7 +2,8 @@
 
 A subclass implements the calls of one kind of server. One thread reads each response. The server holds one
 version at a time, unless the subclass supports several, and its weights change only while it generates
-nothing. Running requests migrate without KV: the tokens generated so far become part of the prompt.
+nothing. Running requests migrate: the tokens generated so far become part of the prompt, which the server
+prefills unless it imports the KV.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from torch import Tensor
 
 from dora.core.types import Chunk, RequestId
 from dora.data.tokenizer import Tokenizer
+from dora.engine.backends.kv_exchange import KVExchange
 from dora.engine.backends.server import EngineServer, JsonBody, ServerKind, check_server_options
 from dora.engine.decode_batch import Detokenize, PartialOutput, ends_with_stop_string
 from dora.engine.interface import Capabilities
-from dora.engine.kv_transfer.handoff import FORMAT_VERSION, KVFormat
-from dora.engine.kv_transfer.token_only import TokenOnlyMigrator
+from dora.engine.kv_transfer.handoff import FORMAT_VERSION, KVFormat, TransferError
+from dora.engine.kv_transfer.server_migrator import ExportedKV, HaltedRequest, ServerMigrator
 from dora.engine.messages import (
     ExportFailed,
     ImportFailed,
@@ -45,6 +47,7 @@ from dora.weights.store import WeightStore, make_store_folder
 from dora.weights.version_file import read_header
 
 STEP_WAIT_S = 0.02  # the longest that a step waits for the server
+MIGRATING_WAIT_S = 0.001  # the same while requests migrate, which pause meanwhile
 ABORT_TIMEOUT_S = 30.0  # the longest that the server may generate for requests that were aborted
 
 
@@ -76,7 +79,9 @@ class ServerRequest:
     num_discarded: int = 0  # tokens that the server has generated after the end of a stop string
     is_stopped: bool = False  # its text has a stop string
     is_halting: bool = False  # the server has been asked to abort it, for a migration
+    halting_since_s: float = 0.0
     is_halted: bool = False  # and its response has ended
+    kv_folder: Path | None = None  # the KV that the server imports
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -119,11 +124,12 @@ class HttpEngine(ABC):
         self._open_streams: set[ServerRequest] = set()  # for which the server may still generate
         self._events: queue.SimpleQueue[tuple[ServerRequest, Any]] = queue.SimpleQueue()
         self._completions: list[Completion] = []
-        self._migrator = TokenOnlyMigrator(self)
+        self._migrator = ServerMigrator(self)
+        self._kv: KVExchange | None = None  # set by a subclass whose server exports KV
         self._last_event_s = 0.0
         self._is_paused = False
         self.num_decoded, self.busy_row_s = 0, 0.0
-        self.num_recomputed = 0  # tokens of requests that were halted for a migration that failed
+        self.num_recomputed = 0  # tokens prefilled again though their KV existed here, or was to be imported
 
     @classmethod
     def check_options(cls, *, python: object = None, url: object = None, **_: object) -> None:
@@ -154,6 +160,10 @@ class HttpEngine(ABC):
     @abstractmethod
     def _parse_event(self, running: ServerRequest, event: Any) -> StreamDelta:
         """Raises KeyError, TypeError or ValueError for an event of another form."""
+
+    def _num_prefilled(self, event: Any) -> int | None:
+        """Tokens of the prompt that the server has prefilled, if an event says that instead of tokens."""
+        return None
 
     @abstractmethod
     def _abort_streams(self, streams: Iterable[ServerRequest]) -> None:
@@ -237,6 +247,8 @@ class HttpEngine(ABC):
         self._waiting = deque(request for request in self._waiting if request.id not in aborted)
         popped = [running for id in aborted if (running := self._running.pop(id, None))]
         self._abort_streams([running for running in popped if not running.is_halted])
+        for running in popped:
+            self._withdraw_export(running)
         return aborted
 
     def progress(self) -> dict[RequestId, int]:
@@ -267,7 +279,7 @@ class HttpEngine(ABC):
         self.server.check_alive()
         self._start_waiting()
         num_streams = sum(not running.is_halted for running in self._running.values())
-        self._handle_events(num_streams, STEP_WAIT_S)
+        self._handle_events(num_streams, MIGRATING_WAIT_S if self.num_migrations else STEP_WAIT_S)
         self.busy_row_s += num_streams * (time.monotonic() - began_s)
         if num_streams and began_s - self._last_event_s > self._silence_s:
             raise RunError(
@@ -300,10 +312,17 @@ class HttpEngine(ABC):
         self._handle_events(len(self._open_streams), 0.0)
         return self._migrator.poll()
 
-    # TokenOnlyHost
+    # SharesKV
+
+    @property
+    def kv_pool(self) -> Path | None:
+        return None if self._kv is None else self._kv.folder
+
+    # ServerHost
 
     def kv_format(self, version: int) -> KVFormat:
-        return KVFormat(FORMAT_VERSION, self._config.digest(), self._digests[version], self._dtype, ())
+        layout = () if self._kv is None else self._kv.layout
+        return KVFormat(FORMAT_VERSION, self._config.digest(), self._digests[version], self._dtype, layout)
 
     def find_request(self, request_id: RequestId) -> Request | None:
         if request_id in self._running:
@@ -316,30 +335,63 @@ class HttpEngine(ABC):
             return reason
         return f"all {self._max_rows} rows are in use" if num_users >= self._max_rows else ""
 
-    def resume_imported(self, request: Request, output: PartialOutput) -> None:
-        unfiltered, raw = output.logprobs.astype(float)[:, 1:3].T.tolist()
-        self._start_stream(ServerRequest(request, "", output.token_ids.tolist(), unfiltered, raw))
+    def check_exported_kv(self, request: Request, output: PartialOutput, folder: Path) -> ExportedKV:
+        if self._kv is None:
+            raise TransferError("this engine's server cannot import KV")
+        num_computed = len(request.prompt_ids) + len(output.token_ids) - 1
+        return self._kv.check(folder, self._digests[request.version], num_computed)
 
-    def halt(self, request_id: RequestId) -> PartialOutput | None:
+    def resume_imported(self, request: Request, output: PartialOutput, kv: ExportedKV | None) -> None:
+        unfiltered, raw = output.logprobs.astype(float)[:, 1:3].T.tolist()
+        running = ServerRequest(request, "", output.token_ids.tolist(), unfiltered, raw)
+        self._start_stream(running, None if kv is None or self._kv is None else self._kv.claim(kv))
+
+    def halt(self, request_id: RequestId, carries_kv: bool) -> HaltedRequest | None:
         """A request for which the server has not generated a token yet is not halted."""
         if (running := self._running.get(request_id)) is None:
             return None
         has_token = len(running.token_ids) > running.num_prefix_tokens
         if has_token and not running.is_halting and not running.is_stopped:
-            running.is_halting = True
-            self._abort_streams([running])
-        if not running.is_halted:
+            running.is_halting, running.halting_since_s = True, time.monotonic()
+            is_ordered = carries_kv and self._kv is not None and self._kv.order_export(running.server_id)
+            if not is_ordered:
+                self._abort_streams([running])
+        is_awaited = carries_kv and self._kv is not None and self._kv.is_awaited(running.server_id)
+        if not running.is_halted or is_awaited:
             return None
         version, num_tokens = running.request.version, len(running.token_ids)
         columns = [running.logprobs, running.logprobs, running.raw_logprobs]
         chunks = (Chunk(version, self._digests[version], num_tokens),)
-        return PartialOutput(np.array(running.token_ids, np.int64), np.array(columns, np.float32).T, chunks)
+        output = PartialOutput(np.array(running.token_ids, np.int64), np.array(columns, np.float32).T, chunks)
+        kv = self._exported_kv(running) if carries_kv else None
+        return HaltedRequest(output, kv, running.halting_since_s)
+
+    def _exported_kv(self, running: ServerRequest) -> ExportedKV | None:
+        """The KV of a halted request that its server has exported; None if it has not."""
+        if self._kv is None:
+            return None
+        num_computed = len(running.request.prompt_ids) + len(running.token_ids) - 1
+        digest = self._digests[running.request.version]
+        try:
+            return self._kv.check(self._kv.folder_of(running.server_id), digest, num_computed)
+        except TransferError:
+            return None
+
+    def _withdraw_export(self, running: ServerRequest) -> None:
+        if running.is_halting and self._kv is not None:
+            self._kv.remove(self._kv.folder_of(running.server_id))
 
     def continue_halted(self, request_id: RequestId) -> None:
         running = self._running.get(request_id)
-        if running is not None and running.is_halting:
+        if running is None or not running.is_halting:
+            return
+        kv = self._exported_kv(running) if running.is_halted else None
+        if not running.is_halted:
+            self._abort_streams([running])
+            self._withdraw_export(running)
+        if kv is None:
             self.num_recomputed += len(running.request.prompt_ids) + len(running.token_ids)
-            self._start_stream(running)
+        self._start_stream(running, None if kv is None else kv.folder)
 
     def release(self, request_id: RequestId) -> None:
         self._running.pop(request_id, None)
@@ -354,8 +406,11 @@ class HttpEngine(ABC):
         while self._waiting and len(self._running) + self._migrator.num_reserved < self._max_rows:
             self._start_stream(ServerRequest(self._waiting.popleft(), ""))
 
-    def _start_stream(self, previous: ServerRequest) -> None:
-        """Send the prompt and the tokens so far to the server, and read the response in a thread."""
+    def _start_stream(self, previous: ServerRequest, kv_folder: Path | None = None) -> None:
+        """Send the prompt and the tokens so far to the server, and read the response in a thread.
+
+        The server imports their KV from `kv_folder`.
+        """
         running = ServerRequest(  # a new object, so that late events of the previous response are ignored
             previous.request,
             secrets.token_hex(8),
@@ -363,6 +418,7 @@ class HttpEngine(ABC):
             previous.logprobs,
             previous.raw_logprobs,
             num_prefix_tokens=len(previous.token_ids),
+            kv_folder=kv_folder,
         )
         self._running[running.request.id] = running
         if not self._open_streams:
@@ -391,8 +447,18 @@ class HttpEngine(ABC):
             self._last_event_s = time.monotonic()
             if event is None:
                 self._open_streams.discard(running)
+            elif (num_prefilled := self._num_prefilled(event)) is not None:
+                self._on_prefilled(running, num_prefilled)
+                continue
             if self._running.get(running.request.id) is running and not running.is_halted:
                 self._handle_event(running, event)
+
+    def _on_prefilled(self, running: ServerRequest, num_tokens: int) -> None:
+        """With imported KV the server computes the last token only."""
+        if running.kv_folder is not None:
+            assert self._kv is not None
+            self._kv.remove(running.kv_folder)
+            self.num_recomputed += num_tokens - 1
 
     def _handle_event(self, running: ServerRequest, event: Any) -> None:
         """Raises RunError if the response has failed or has another form."""
@@ -450,9 +516,11 @@ class HttpEngine(ABC):
                 f"response was generated by {last.weight_spans}; let no other client change the server's "
                 "weights"
             )
-        if is_aborted and not running.is_stopped:
+        is_early = reason == "length" and len(running.token_ids) < request.sampling.max_tokens
+        if (is_aborted or (is_early and running.is_halting)) and not running.is_stopped:
             running.is_halted = True
             return
+        self._withdraw_export(running)
         del self._running[request.id]
         self._migrator.fail_export(request.id, "the request finished before it was exported")
         self._completions.append(self._completion(running, "stop" if running.is_stopped else str(reason)))

@@ -32,6 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dora.engine.backends.http_engine import HttpEngine, ServerRequest, StreamDelta
+from dora.engine.backends.kv_exchange import KVExchange
 from dora.engine.backends.server import (
     CALL_TIMEOUT_S,
     EngineServer,
@@ -62,10 +63,17 @@ VLLM = ServerKind(
 )
 FLAGS = (
     *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
-    *("--middleware", "dora_vllm.TokenMiddleware"),
+    *("--enable-prompt-tokens-details", "--middleware", "dora_vllm.TokenMiddleware"),
     *("--skip-tokenizer-init", "--stream-interval", "8", "--load-format", "safetensors"),
     *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
 )
+KV_CONNECTOR = {
+    "kv_connector": "KVFileConnector",
+    "kv_connector_module_path": "dora_vllm_kv",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+KV_FLAGS = ("--kv-transfer-config", json.dumps(KV_CONNECTOR), "--disable-hybrid-kv-cache-manager")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_HOST_IP": "127.0.0.1",  # the server's processes talk to each other on this machine only
@@ -92,6 +100,7 @@ class Vllm(HttpEngine):
         stop_strings=True,
         pauses=True,
         migrates_without_kv=True,
+        kv_transfer=True,
         tensor_parallel=True,
         dtypes=("float32", "bfloat16"),
         devices=("cpu", "cuda"),
@@ -128,11 +137,13 @@ class Vllm(HttpEngine):
         num_gpus: int = 1,
         weight_transfer: str = "reload",
         sender_device: str | None = None,
+        pool: Path | None = None,
     ) -> None:
         """Start a server with the interpreter `python` and additional `arguments`, or use the one at `url`.
 
         A started server divides the model among `num_gpus` GPUs, of which `device` is the first. It gets
         weights by `weight_transfer`, see WEIGHT_TRANSFERS; "nccl" needs another GPU, `sender_device`.
+        Requests migrate with their KV through the folder `pool`, in memory; None: without.
 
         The engine is lost if the server sends nothing for `silence_s` while it has requests.
         """
@@ -140,22 +151,15 @@ class Vllm(HttpEngine):
         if python is not None:
             kv_bytes = load_config(Path(model)).kv_bytes_per_token * max_rows * max_context
             sizes = ("--max-model-len", f"{max_context}", "--max-num-seqs", f"{max_rows}")
-            flags: tuple[str, ...] = (
-                "--model",
-                model,
-                "--dtype",
-                dtype,
-                *sizes,
-                "--seed",
-                f"{secrets.randbits(31)}",
-            )
+            seed = f"{secrets.randbits(31)}"
+            flags: tuple[str, ...] = ("--model", model, "--dtype", dtype, *sizes, "--seed", seed)
             transfer_flags = _transfer_flags(weight_transfer, device, num_gpus, sender_device)
             device_flags, environment = _device_options(device, num_gpus, kv_bytes, arguments)
+            kv_flags = () if pool is None else KV_FLAGS
             if weight_transfer == "ipc":
                 environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # of handles, with the auth token
-            server = start_server(
-                VLLM, python, (*flags, *FLAGS, *transfer_flags, *device_flags, *arguments), environment
-            )
+            flags += (*FLAGS, *transfer_flags, *kv_flags, *device_flags, *arguments)
+            server = start_server(VLLM, python, flags, environment)
         else:
             assert url is not None
             server = attach_server(VLLM, url, max_context)
@@ -166,10 +170,13 @@ class Vllm(HttpEngine):
             server.call("/resume", {})
         sizes_of = {"max_rows": max_rows, "max_context": max_context}
         super().__init__(server, model=model, dtype=dtype, silence_s=silence_s, **sizes_of)
-        (info, *_) = self.server.call("/collective_rpc", {"method": "dora_info"})["results"]
+        infos = self.server.call("/collective_rpc", {"method": "dora_info"})["results"]
+        info = infos[0]
         if info["dtype"] != dtype:
             raise EngineError(f"{server} computes in {info['dtype']}; set engine.dtype to that")
         self.kernels = f"vLLM {version} on {info['device']}"
+        if pool is not None and info.get("kv_layout"):
+            self._kv = KVExchange(pool, tuple(info["kv_layout"]), len(infos))
         self._sender: WeightSender | None = None
         if weight_transfer != "reload":
             assert python is not None
@@ -194,12 +201,18 @@ class Vllm(HttpEngine):
         return str(digests.pop())
 
     def _generate_call(self, running: ServerRequest) -> tuple[str, JsonBody]:
-        sampling = running.request.sampling
+        sampling, kv_params = running.request.sampling, {}
+        if self._kv is not None:
+            kv_params["dora_export"] = str(self._kv.folder_of(running.server_id))
+        if running.kv_folder is not None:
+            kv_params["dora_import"] = str(running.kv_folder)
         return "/inference/v1/generate", {
             "request_id": running.server_id,
             "token_ids": running.prompt_ids,
             "cache_salt": self._labels[running.request.version],  # KV of one version never serves another
             "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"kv_transfer_params": kv_params} if kv_params else {}),
             "sampling_params": {
                 "temperature": sampling.temperature,
                 "max_tokens": running.max_tokens,
@@ -215,6 +228,15 @@ class Vllm(HttpEngine):
         token_ids = choice["token_ids"] or []
         logprobs = [token["logprob"] for token in choice["logprobs"]["content"]] if token_ids else []
         return StreamDelta(token_ids, logprobs, choice["finish_reason"], choice.get("weight_versions"))
+
+    def _num_prefilled(self, event: Any) -> int | None:
+        """The last event of a response has no tokens."""
+        if not isinstance(event, dict) or event.get("choices") or not event.get("usage"):
+            return None
+        usage = event["usage"]
+        return int(usage["prompt_tokens"]) - int(
+            (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        )
 
     def _abort_streams(self, streams: Iterable[ServerRequest]) -> None:
         if ids := [f"generate-tokens-{running.server_id}" for running in streams]:
@@ -357,7 +379,9 @@ VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-
 class VllmLora(Vllm):
     """A vLLM server of the initial model with several versions, each a LoRA adapter."""
 
-    capabilities = replace(Vllm.capabilities, max_versions=None, versions_are_lora=True, dtypes=("float32",))
+    capabilities = replace(
+        Vllm.capabilities, max_versions=None, versions_are_lora=True, kv_transfer=False, dtypes=("float32",)
+    )
 
     @classmethod
     def check_options(cls, *, rank: object = 0, **others: object) -> None:

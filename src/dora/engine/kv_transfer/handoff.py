@@ -31,7 +31,7 @@ from dora.engine.block_manager import num_blocks_for
 from dora.engine.decode_batch import NUM_LOGPROBS, PartialOutput
 from dora.engine.request import Request
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 _CHECKSUM_BYTES = 4
 _FILE_NAME = "migrations"
 # Words of a slot. After them the numbers of the published blocks, then the snapshot.
@@ -49,13 +49,16 @@ class TransferError(Exception):
 
 
 class KVFormat(NamedTuple):
-    """What must be equal on two engines so that one can use the KV of the other."""
+    """What must be equal on two engines so that one can use the KV of the other.
+
+    `block_shape` has whatever the layout of a block depends on.
+    """
 
     format_version: int
     model_digest: str
     weight_digest: str
     dtype: str
-    block_shape: tuple[int, ...]
+    block_shape: tuple[int | str, ...]
 
     def check_compatible(self, own: KVFormat) -> None:
         """Raises TransferError that names the first field in which the source differs from `own`."""
@@ -74,7 +77,8 @@ class RequestSnapshot(NamedTuple):
 
     `num_computed` tokens of prompt and response have KV. `blocks` [n] are the blocks of the source's pool
     that hold it, without those that the destination had cached, and `checksums` [n] are theirs. Both are
-    empty in a token-only migration. `stopped_at_s` is when the source stopped to decode.
+    empty in a token-only migration, and where a server has written the KV into `kv_folder`. `stopped_at_s` is
+    when the source stopped to decode.
     """
 
     format: KVFormat
@@ -84,6 +88,7 @@ class RequestSnapshot(NamedTuple):
     blocks: NDArray[np.int64]
     checksums: NDArray[np.uint64]
     stopped_at_s: float
+    kv_folder: Path | None = None
 
     def check(self, own_format: KVFormat, request: Request) -> None:
         """Raises TransferError if the destination cannot resume `request` from this snapshot."""

@@ -1,7 +1,8 @@
 """The migration protocol of one engine, in both directions.
 
 `Migrator` is the state machine. Its subclasses move the data: `KVMigrator` copies KV between block pools,
-`TokenOnlyMigrator` moves tokens and log-probs. Each side replies once to each command of a migration.
+`ServerMigrator` moves tokens and log-probs, and KV in files. Each side replies once to each command of a
+migration.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ BUILT_IN = {
 }
 ENGINE_ARGUMENTS = ("model", "max_rows", "max_context", "version_slots", "device", "dtype")
 INFLIGHT_UPDATE = "inflight_update"  # one more argument, under policies that break C1
+POOL = "pool"  # one more argument, for engines that migrate requests with their KV
 NUM_GPUS = "num_gpus"  # one more argument, with several GPUs for each engine
 
 
@@ -59,6 +60,7 @@ def make_engine(spec: EngineSpec) -> InferenceEngine:
         device=spec.device,
         dtype=spec.dtype,
         **({} if spec.inflight_update is None else {INFLIGHT_UPDATE: spec.inflight_update}),
+        **({POOL: spec.pool} if factory.capabilities.kv_transfer else {}),
         **({} if spec.num_gpus == 1 else {NUM_GPUS: spec.num_gpus}),
         **(spec.backend_options or {}),
     )
@@ -109,10 +111,11 @@ def _check_engine(config: Config, kind: EngineKind, backend: str) -> None:
 
 def _check_arguments(config: Config, kind: EngineKind, factory: InferenceFactory, setting: str) -> None:
     """Raises ConfigError if the class does not take the arguments of `make_engine`."""
-    if repeated := kind.options.keys() & {*ENGINE_ARGUMENTS, INFLIGHT_UPDATE}:
+    if repeated := kind.options.keys() & {*ENGINE_ARGUMENTS, INFLIGHT_UPDATE, POOL}:
         raise ConfigError(f"{setting}: DORA-RL sets {min(repeated)} itself; remove it")
     call = signature(factory)
     own = dict.fromkeys((*ENGINE_ARGUMENTS, INFLIGHT_UPDATE) if config.breaks_c1 else ENGINE_ARGUMENTS)
+    own |= {POOL: None} if factory.capabilities.kv_transfer else {}
     given = {**own, **kind.options}
     for bind, arguments, remedy in (
         (call.bind_partial, own, "a backend takes the keywords of dora.engine.interface.InferenceFactory"),

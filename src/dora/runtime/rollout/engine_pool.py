@@ -7,6 +7,7 @@ joined, and one when it is lost or removed, after the events about its migration
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -205,10 +206,13 @@ class EnginePool:
 
     def _kv_source(self, source: int, destination: int) -> Path | CurveAddress | None:
         """Where the destination reads the source's KV; None if it cannot."""
-        if destination not in self._kv_pools:
+        if destination not in self._kv_pools or self._backend(source) != self._backend(destination):
             return None
         is_same_node = self.workers[source].node == self.workers[destination].node
         return self._kv_pools.get(source) if is_same_node else self._kv_addresses.get(source)
+
+    def _backend(self, engine: int) -> str | None:
+        return self._setup.config.kind_of_engine(self._slots[engine].number).backend
 
     # messages from engines
 
@@ -310,7 +314,15 @@ class EnginePool:
             self.joined.discard(engine)
             self._kv_addresses.pop(engine, None)
             if engine in self._kv_pools:
-                self._kv_pools.pop(engine).unlink(missing_ok=True)
+                _remove(self._kv_pools.pop(engine))
+
+
+def _remove(pool: Path) -> None:
+    """Remove the file of an engine's KV, or the folder of a server's."""
+    if pool.is_dir():
+        shutil.rmtree(pool, ignore_errors=True)
+    else:
+        pool.unlink(missing_ok=True)
 
 
 class ElasticEngines:

@@ -15,7 +15,13 @@ import numpy as np
 
 from dora.core.types import RequestId
 from dora.engine.interface import InferenceEngine, LoadsFiles, RecomputesKV, SupportsWarmUp
-from dora.engine.messages import ContinuesOutputs, OutputPart, SupportsEpisodes, SupportsMigration
+from dora.engine.messages import (
+    ContinuesOutputs,
+    OutputPart,
+    SharesKV,
+    SupportsEpisodes,
+    SupportsMigration,
+)
 from dora.engine.request import EngineError
 from dora.errors import ModelError
 from dora.metrics.rollout import EngineUsage
@@ -124,7 +130,9 @@ def _ready_message(engine: InferenceEngine, spec: m.EngineSpec) -> m.WorkerReady
     from dora.engine.engine import Engine
     from dora.runtime.process.remote_kv import KVPoolServer
 
-    if not isinstance(engine, Engine) or engine.shared_kv is None:
+    if not isinstance(engine, Engine):
+        return m.WorkerReady(engine.kernels, engine.kv_pool if isinstance(engine, SharesKV) else None)
+    if engine.shared_kv is None:
         return m.WorkerReady(engine.kernels)
     address = None if spec.host is None else KVPoolServer(spec.host, engine.shared_kv.blocks).address
     return m.WorkerReady(engine.kernels, spec.pool, address)

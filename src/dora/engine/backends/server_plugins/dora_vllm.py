@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -26,10 +27,15 @@ class WorkerExtension:
 
     model_runner: Any
 
-    def dora_info(self) -> dict[str, str]:
-        """Device and dtype of the server."""
+    def dora_info(self) -> dict[str, Any]:
+        """Device and dtype of the server, and the layout of its KV, empty if it cannot leave the server."""
         parameter = next(self.model_runner.get_model().parameters())
-        return {"device": parameter.device.type, "dtype": str(self.model_runner.dtype).removeprefix("torch.")}
+        connector = _kv_connector()
+        return {
+            "device": parameter.device.type,
+            "dtype": str(self.model_runner.dtype).removeprefix("torch."),
+            "kv_layout": [] if connector is None else connector.layout,
+        }
 
     def dora_load_weights(self, path: str) -> str:
         """Replace the model's weights by those of a version's file. Returns the digest of its data.
@@ -44,8 +50,7 @@ class WorkerExtension:
             names = stored.keys()
             self.model_runner.reload_weights(weights_iterator=((x, stored.get_tensor(x)) for x in names))
         self.pack_head()
-        found: str = digest.result()
-        return found
+        return self.record_digest(digest.result())
 
     def pack_head(self) -> None:
         """On a CPU the LM head multiplies with a packed copy of its weight.
@@ -57,12 +62,30 @@ class WorkerExtension:
         if head is not None and self.dora_info()["device"] == "cpu":
             head.quant_method.process_weights_after_loading(head)
 
+    def record_digest(self, digest: str) -> str:
+        """Let the KV connector know which weights compute from now on. Returns the digest."""
+        if (connector := _kv_connector()) is not None:
+            connector.weight_digest = digest
+        return digest
+
     def dora_digest(self, path: str) -> str:
         """The digest of an adapter's file, as this process reads it."""
         import dora_digest
 
         digest: str = dora_digest.safetensors_digest(path)
         return digest
+
+
+def _kv_connector() -> Any | None:
+    """This worker's `dora_vllm_kv.KVFileConnector`, if the server has one."""
+    if "dora_vllm_kv" not in sys.modules:
+        return None
+    from vllm.distributed.kv_transfer import (  # type: ignore[import-not-found]
+        get_kv_transfer_group,
+        has_kv_transfer_group,
+    )
+
+    return get_kv_transfer_group() if has_kv_transfer_group() else None
 
 
 class TokenMiddleware:

@@ -68,7 +68,7 @@ class WorkerExtension(FileLoader):  # type: ignore[misc]
     def dora_received_digest(self) -> str:
         """The digest of the weights that the last transfer brought."""
         self.pack_head()
-        digest: str = self.weight_transfer_engine.digest
+        digest: str = self.record_digest(self.weight_transfer_engine.digest)
         return digest
 
 

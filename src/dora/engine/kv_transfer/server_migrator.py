@@ -1,14 +1,16 @@
-"""Token-only migration: tokens and log-probs move, and the destination prefills the KV again.
+"""Migration of the requests of a server: tokens and log-probs move, and the KV if the server can export it.
 
-It serves engines whose KV other processes cannot read. The source halts the request, waits for its last
-tokens and exports them. If the export fails the source continues the request, by a prefill of its own.
+It serves engines whose block pools other processes cannot read. The source halts the request, waits for its
+last tokens, and for its KV if that moves too, and exports them. Without KV the destination prefills the
+tokens again. If the export fails the source continues the request.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -26,11 +28,26 @@ from dora.engine.messages import ImportFailed, ReserveMigration, StartExport
 from dora.engine.request import Request
 
 
-class TokenOnlyHost(Protocol):
-    """The engine whose requests a `TokenOnlyMigrator` migrates."""
+class ExportedKV(NamedTuple):
+    """KV of a halted request: the folder that has it, and its size."""
+
+    folder: Path
+    num_bytes: int
+
+
+class HaltedRequest(NamedTuple):
+    """What a halted request has so far. `kv` is None if its tokens must be prefilled again."""
+
+    output: PartialOutput
+    kv: ExportedKV | None
+    stopped_at_s: float  # when the engine began to halt it, by the clock of the migrations
+
+
+class ServerHost(Protocol):
+    """The engine whose requests a `ServerMigrator` migrates."""
 
     def kv_format(self, version: int) -> KVFormat:
-        """The format of a loaded version, without KV."""
+        """The format of a loaded version."""
 
     def find_request(self, request_id: RequestId) -> Request | None:
         """An unfinished request that this engine owns."""
@@ -38,11 +55,14 @@ class TokenOnlyHost(Protocol):
     def reason_to_reject_import(self, request: Request) -> str:
         """Why a request cannot be imported, or an empty string."""
 
-    def resume_imported(self, request: Request, output: PartialOutput) -> None:
+    def check_exported_kv(self, request: Request, output: PartialOutput, folder: Path) -> ExportedKV:
+        """The KV of a request in `folder`. Raises TransferError if this engine cannot use it."""
+
+    def resume_imported(self, request: Request, output: PartialOutput, kv: ExportedKV | None) -> None:
         """Continue a request that this engine owns now."""
 
-    def halt(self, request_id: RequestId) -> PartialOutput | None:
-        """Halt a request. Returns its output once the engine generates no more for it; call until then."""
+    def halt(self, request_id: RequestId, carries_kv: bool) -> HaltedRequest | None:
+        """Halt a request. Returns it once the engine generates no more for it; call until then."""
 
     def continue_halted(self, request_id: RequestId) -> None:
         """Continue a request that this engine keeps and may have halted."""
@@ -51,10 +71,26 @@ class TokenOnlyHost(Protocol):
         """Forget a request that another engine owns now."""
 
 
-class TokenOnlyMigrator(Migrator[OutgoingMigration, IncomingMigration]):
-    """The token-only migrations of `host`."""
+class ServerExport(OutgoingMigration):
+    """The source's side."""
 
-    def __init__(self, host: TokenOnlyHost, clock: Callable[[], float] = time.monotonic) -> None:
+    halted: HaltedRequest | None = None
+
+
+class ServerImport(IncomingMigration):
+    """The destination's side."""
+
+    kv: ExportedKV | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.kv is None else self.kv.num_bytes
+
+
+class ServerMigrator(Migrator[ServerExport, ServerImport]):
+    """The migrations of `host`."""
+
+    def __init__(self, host: ServerHost, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(clock)
         self._host, self._handoffs = host, HandoffMemory()
 
@@ -78,30 +114,35 @@ class TokenOnlyMigrator(Migrator[OutgoingMigration, IncomingMigration]):
             handoff.reserve(Reservation(0, ""))
         except OSError as error:
             return ImportFailed(command.migration_id, f"the migration's slot cannot be written: {error}")
-        self._incoming[request.id] = IncomingMigration(command, handoff, self._clock())
+        self._incoming[request.id] = ServerImport(command, handoff, self._clock())
         return None
 
     def _find_request(self, request_id: RequestId) -> Request | None:
         return self._host.find_request(request_id)
 
-    def _open_export(self, command: StartExport) -> OutgoingMigration:
+    def _open_export(self, command: StartExport) -> ServerExport:
         handoff = self._handoffs.open(command.migration_id, command.slot)
-        return OutgoingMigration(command, handoff, self._clock())
+        return ServerExport(command, handoff, self._clock())
 
-    def _advance_export(self, migration: OutgoingMigration) -> PartialOutput | None:
-        return self._host.halt(migration.command.request_id)
+    def _advance_export(self, migration: ServerExport) -> PartialOutput | None:
+        command = migration.command
+        migration.halted = self._host.halt(command.request_id, command.carries_kv)
+        return None if migration.halted is None else migration.halted.output
 
-    def _snapshot(self, migration: OutgoingMigration, output: PartialOutput) -> RequestSnapshot:
-        request = self._host.find_request(migration.command.request_id)
+    def _snapshot(self, migration: ServerExport, output: PartialOutput) -> RequestSnapshot:
+        request, halted = self._host.find_request(migration.command.request_id), migration.halted
         assert request is not None
+        assert halted is not None
+        own_format = self._host.kv_format(request.version)
         return RequestSnapshot(
-            format=self._host.kv_format(request.version).without_kv(),
+            format=own_format.without_kv() if halted.kv is None else own_format,
             request=request,
             output=output,
             num_computed=len(request.prompt_ids) + len(output.token_ids) - 1,
             blocks=np.zeros(0, np.int64),
             checksums=np.zeros(0, np.uint64),
-            stopped_at_s=self._clock(),
+            stopped_at_s=halted.stopped_at_s,
+            kv_folder=None if halted.kv is None else halted.kv.folder,
         )
 
     def _release(self, request_id: RequestId) -> None:
@@ -110,17 +151,19 @@ class TokenOnlyMigrator(Migrator[OutgoingMigration, IncomingMigration]):
     def _retain(self, request_id: RequestId) -> None:
         self._host.continue_halted(request_id)
 
-    def _advance_import(self, migration: IncomingMigration) -> RequestSnapshot | None:
+    def _advance_import(self, migration: ServerImport) -> RequestSnapshot | None:
         snapshot, request = migration.handoff.load_snapshot(), migration.command.request
         if snapshot is not None:
-            own_format = self._host.kv_format(request.version)
-            snapshot.check(own_format.without_kv(), request)
+            own_format, folder = self._host.kv_format(request.version), snapshot.kv_folder
+            snapshot.check(own_format if folder is not None else own_format.without_kv(), request)
             _check_weights(snapshot.output, request, own_format)
+            if folder is not None:
+                migration.kv = self._host.check_exported_kv(request, snapshot.output, folder)
         return snapshot
 
-    def _resume(self, migration: IncomingMigration, snapshot: RequestSnapshot) -> int:
-        self._host.resume_imported(migration.command.request, snapshot.output)
-        return snapshot.num_computed
+    def _resume(self, migration: ServerImport, snapshot: RequestSnapshot) -> int:
+        self._host.resume_imported(migration.command.request, snapshot.output, migration.kv)
+        return snapshot.num_computed if migration.kv is None else 0
 
     def _cancel_reservation(self, request_id: RequestId) -> None:
         """Nothing is reserved but the row that `num_reserved` counts."""

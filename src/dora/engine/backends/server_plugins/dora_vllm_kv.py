@@ -1,0 +1,214 @@
+"""A KV connector for vLLM: requests move between servers of one machine with their KV, through files.
+
+    --kv-transfer-config '{"kv_connector": "KVFileConnector", "kv_connector_module_path": "dora_vllm_kv",
+                           "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
+
+A request carries `kv_transfer_params`: `dora_export`, the folder that its KV goes to once an export is
+ordered (`dora_kv_files.order_export`), and `dora_import`, the folder that its KV comes from.
+Its blocks stay allocated until they are in the files. The server computes the last token of an imported
+request only. A folder that is missing, damaged, or of other weights is not used: the prompt is prefilled.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import dora_kv_files as kv_files  # type: ignore[import-not-found]
+import vllm  # type: ignore[import-not-found]
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # type: ignore[import-not-found]
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.logger import init_logger  # type: ignore[import-not-found]
+from vllm.v1.request import RequestStatus  # type: ignore[import-not-found]
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+@dataclass(frozen=True)
+class Export:
+    """Blocks of a request to write into `folder`."""
+
+    request_id: str
+    folder: str
+    blocks: list[int]
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Import:
+    """Blocks of a request to read from `folder`, without its `first` ones, which the server has cached."""
+
+    folder: str
+    blocks: list[int]
+    first: int
+
+
+@dataclass
+class Transfers(KVConnectorMetadata):  # type: ignore[misc]
+    """What the workers do in a step."""
+
+    exports: list[Export] = field(default_factory=list)
+    imports: list[Import] = field(default_factory=list)
+
+
+class KVFileConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """One object in the scheduler, and one in each worker."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise ValueError("DORA-RL moves the KV of models whose layers have one kind of attention")
+        parallel = vllm_config.parallel_config
+        self._block_size = vllm_config.cache_config.block_size
+        self._num_blocks = kv_cache_config.num_blocks
+        self._rank, self._num_workers = parallel.rank, parallel.world_size
+        self._transfers = Transfers()
+        self._pool: Path | None = None  # the parent of all folders of exports
+        self._exportable: dict[str, Any] = {}  # the scheduler's unfinished requests, by their part folders
+        self._exporting: dict[str, Path] = {}  # the scheduler's, until all workers have written
+        self._layers: list[Any] = []  # the worker's caches: [blocks, ...] each
+        self._written: set[str] = set()
+        self._unread: set[int] = set()  # blocks whose import has failed
+        self.weight_digest = ""  # of the weights that the worker has loaded; "": not by DORA-RL
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    # the scheduler
+
+    def on_new_request(self, request: Any) -> None:
+        if (folder := _param(request, "dora_export")) is not None:
+            part = kv_files.part_folder(Path(folder))
+            self._exportable[part.name] = request
+            self._pool = part.parent
+
+    def _halt_ordered(self) -> None:
+        """Let the requests whose export is ordered end with their next token, so that clients get all tokens.
+
+        An abort would lose those that are on their way to it.
+        """
+        if self._pool is not None and self._exportable:
+            for name in self._exportable.keys() & {*os.listdir(self._pool)}:
+                request = self._exportable[name]
+                request.max_tokens = min(request.max_tokens, request.num_output_tokens + 1)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        """Keep the blocks of a request that was halted."""
+        if (folder := _param(request, "dora_export")) is None:
+            return False, None
+        part = kv_files.part_folder(Path(folder))
+        del self._exportable[part.name]
+        if request.status != RequestStatus.FINISHED_LENGTH_CAPPED or not part.is_dir():
+            return False, None
+        num_tokens = request.num_computed_tokens
+        num_blocks = -(-num_tokens // self._block_size)
+        self._transfers.exports.append(Export(request.request_id, folder, block_ids[:num_blocks], num_tokens))
+        self._exporting[request.request_id] = Path(folder)
+        return True, None
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """All workers have written: publish the folder. A file that is missing in it makes it unusable."""
+        for request_id in connector_output.finished_sending or ():
+            folder = self._exporting.pop(request_id)
+            try:
+                kv_files.part_folder(folder).rename(folder)
+            except OSError as error:
+                logger.warning("the KV of %s is lost: %s", request_id, error)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """All but the last token. It is computed here, because its logits are needed."""
+        folder = _param(request, "dora_import")
+        if folder is None or request.num_preemptions:
+            return 0, False
+        try:
+            headers = kv_files.read_headers(Path(folder), self._num_workers)
+        except kv_files.KVFileError as error:
+            logger.warning("prefilling %s: %s", request.request_id, error)
+            return 0, False
+        num_tokens = request.num_tokens - 1
+        if min(header.num_tokens for header in headers) < num_tokens:
+            logger.warning("prefilling %s: %s has KV of fewer tokens", request.request_id, folder)
+            return 0, False
+        return max(0, num_tokens - num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens == 0:
+            return
+        (block_ids,) = blocks.get_block_ids()
+        num_tokens = request.num_tokens - 1
+        folder = request.kv_transfer_params["dora_import"]
+        first = (num_tokens - num_external_tokens) // self._block_size
+        last = -(-num_tokens // self._block_size)
+        self._transfers.imports.append(Import(folder, list(block_ids[first:last]), first))
+
+    def build_connector_meta(self, scheduler_output: Any) -> Transfers:
+        self._halt_ordered()
+        transfers, self._transfers = self._transfers, Transfers()
+        return transfers
+
+    # a worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._layers = [self._blocks_first(cache) for cache in kv_caches.values()]
+
+    def _blocks_first(self, cache: Any) -> Any:
+        """A view whose first dimension is the block; some attention backends have keys and values there."""
+        return cache if cache.shape[0] == self._num_blocks else cache.transpose(0, 1)
+
+    @property
+    def layout(self) -> tuple[str, ...]:
+        """See `KVOrigin`. Empty if the layers' blocks are not of one shape."""
+        kinds = {(str(layer.dtype), *map(str, layer.shape[1:])) for layer in self._layers}
+        if len(kinds) != 1:
+            return ()
+        sizes = (self._num_workers, len(self._layers), self._block_size)
+        return (vllm.__version__, self._layers[0].device.type, *map(str, sizes), *kinds.pop())
+
+    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
+        for each in self._get_connector_metadata().imports:
+            path = kv_files.worker_file(Path(each.folder), self._rank)
+            try:
+                kv_files.read_blocks(path, self._origin, self._layers, each.blocks, each.first)
+            except (kv_files.KVFileError, OSError) as error:
+                logger.warning("prefilling a request: %s", error)
+                self._unread.update(each.blocks)
+            path.unlink(missing_ok=True)
+
+    def wait_for_save(self) -> None:
+        for each in self._get_connector_metadata().exports:
+            path = kv_files.worker_file(kv_files.part_folder(Path(each.folder)), self._rank)
+            try:
+                kv_files.write_blocks(path, self._origin, self._layers, each.blocks, each.num_tokens)
+            except OSError as error:
+                logger.warning("the KV of %s is lost: %s", each.request_id, error)
+                path.unlink(missing_ok=True)
+            self._written.add(each.request_id)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, None]:
+        written, self._written = self._written, set()
+        return written or None, None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        unread, self._unread = self._unread, set()
+        return unread
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """`start_load_kv` has loaded all layers."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
+        """`wait_for_save` writes all layers."""
+
+    @property
+    def _origin(self) -> kv_files.KVOrigin:
+        return kv_files.KVOrigin(self.weight_digest, self.layout)
+
+
+def _param(request: Any, name: str) -> str | None:
+    folder: str | None = (request.kv_transfer_params or {}).get(name)
+    return folder

@@ -1,0 +1,187 @@
+"""Requests migrate between servers with their KV, and without it where it cannot be used.
+
+The servers are fakes, with KV of no meaning. `real_servers.py` checks what real ones generate with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.contract.fake_vllm_server import AUTH_TOKEN, FakeVllmServer
+from tests.contract.test_vllm import engine_at
+
+from dora.engine.backends.server_plugins import dora_kv_files as kv_files
+from dora.engine.backends.server_plugins.dora_vllm import TOKEN_VARIABLE
+from dora.engine.backends.vllm import Vllm
+from dora.engine.messages import ExportFailed, ImportFailed, ImportFinished, MigrationReply
+from dora.model.pretrained import save_pretrained
+from dora.testing import CONFIG, make_request, version_weights
+from dora.testing.engine_contract import MigrationDriver
+
+REQUEST = make_request(0, max_tokens=30)
+NUM_PROMPT = len(REQUEST.prompt_ids)
+MAX_POLLS = 10_000
+
+
+class Fleet:
+    """Engines of fake servers, and a driver of their migrations. Each server's KV has a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.driver = folder, MigrationDriver(folder)
+        self.servers: list[FakeVllmServer] = []
+        save_pretrained(folder / "model", CONFIG, version_weights(0))
+
+    def engine(self, **faults: Any) -> Vllm:
+        self.servers.append(FakeVllmServer(**{"kv": True, **faults}))
+        pool = self.pool(len(self.servers) - 1)
+        engine = engine_at(self.servers[-1].url, self.folder / "model", pool=pool)
+        engine.load(0, version_weights(0))
+        return engine
+
+    def pool(self, number: int) -> Path:
+        return self.folder / f"pool-{number}"
+
+    def source(self, **faults: Any) -> Vllm:
+        """An engine that has one token of REQUEST; its server holds back the others."""
+        engine = self.engine(holds=True, **faults)
+        engine.submit([REQUEST])
+        self.driver.step_until_first_token(engine, REQUEST)
+        return engine
+
+    def migrate(self, source: Vllm, destination: Vllm) -> list[MigrationReply]:
+        return self.driver.migrate(REQUEST, source, destination, self.pool(0))
+
+    def poll_until_exported(self, source: Vllm) -> None:
+        for _ in range(MAX_POLLS):
+            assert self.driver.poll(source) == []
+            if source._migrator.is_exported(REQUEST.id):
+                return
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    monkeypatch.setenv(TOKEN_VARIABLE, AUTH_TOKEN)
+    fleet = Fleet(tmp_path)
+    yield fleet
+    for server in fleet.servers:
+        server.close()
+
+
+def imported(replies: list[MigrationReply]) -> ImportFinished:
+    (reply,) = (reply for reply in replies if isinstance(reply, ImportFinished))
+    return reply
+
+
+def test_a_request_migrates_with_its_kv(fleet: Fleet) -> None:
+    """The destination's server gets the KV in the destination's own folder: the source's may go at once."""
+    source, destination = fleet.source(), fleet.engine()
+    assert (source.kv_pool, destination.kv_pool) == (fleet.pool(0), fleet.pool(1))
+    reply = imported(fleet.migrate(source, destination))
+    assert (reply.num_tokens, reply.num_prefilled) == (2, 0)  # one more than before the order
+    assert reply.num_bytes > 0
+    assert [*fleet.pool(0).iterdir()] == []
+    assert len(fleet.driver.finish(destination, REQUEST).token_ids) == 30
+    (call,) = fleet.servers[1].generate_calls
+    folder = Path(call["kv_transfer_params"]["dora_import"])
+    assert folder.parent == fleet.pool(1)
+    (header,) = kv_files.read_headers(folder, 1)
+    assert header.origin.weight_digest == destination.versions[0]
+
+
+def test_an_engine_without_a_pool_migrates_without_kv(fleet: Fleet) -> None:
+    source, destination = fleet.source(), fleet.engine()
+    reply = imported(fleet.driver.migrate(REQUEST, source, destination))
+    assert (reply.num_bytes, reply.num_prefilled) == (0, NUM_PROMPT)
+
+
+def test_a_server_without_the_connector_has_no_pool(fleet: Fleet) -> None:
+    server = FakeVllmServer()
+    fleet.servers.append(server)
+    assert engine_at(server.url, fleet.folder / "model", pool=fleet.pool(0)).kv_pool is None
+
+
+def test_a_request_whose_kv_could_not_be_written_migrates_without_it(fleet: Fleet) -> None:
+    source, destination = fleet.source(kv="lost"), fleet.engine()
+    reply = imported(fleet.migrate(source, destination))
+    assert (reply.num_bytes, reply.num_prefilled) == (0, NUM_PROMPT + 1)
+    assert len(fleet.driver.finish(destination, REQUEST).token_ids) == 30
+
+
+def test_a_server_that_does_not_halt_a_request_costs_the_source_a_prefill(fleet: Fleet) -> None:
+    """The driver or the lease ends the migration. The server gets the request anew; the old one ends."""
+    source, destination = fleet.source(kv="never"), fleet.engine()
+    assert fleet.driver.start(REQUEST, source, destination, fleet.pool(0)) == []
+    assert fleet.driver.poll(source) == []
+    source.cancel_migration(1)
+    assert fleet.driver.poll(source) == [ExportFailed(1, "the migration was cancelled")]
+    assert [*fleet.pool(0).iterdir()] == []
+    old, new = fleet.servers[0].generate_calls_when(2)
+    assert f"generate-tokens-{old['request_id']}" in fleet.servers[0].aborted
+    fleet.servers[0].clear_faults()
+    assert len(fleet.driver.finish(source, REQUEST).token_ids) == 30
+    assert "dora_import" not in new["kv_transfer_params"]
+    assert source.num_recomputed == NUM_PROMPT + 1
+
+
+def test_a_request_that_is_aborted_leaves_no_kv(fleet: Fleet) -> None:
+    source, destination = fleet.source(), fleet.engine()
+    assert fleet.driver.start(REQUEST, source, destination, fleet.pool(0)) == []
+    fleet.poll_until_exported(source)
+    assert source.abort([REQUEST.id]) == {REQUEST.id: 2}
+    assert [*fleet.pool(0).iterdir()] == []
+
+
+def damage(folder: Path) -> None:
+    kv_files.worker_file(folder, 0).write_bytes(b"")
+
+
+def change_weights(folder: Path) -> None:
+    path = kv_files.worker_file(folder, 0)
+    (header,) = kv_files.read_headers(folder, 1)
+    digest = header.origin.weight_digest.encode()
+    path.write_bytes(path.read_bytes().replace(digest, digest[::-1]))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"), [(damage, "no whole KV file"), (change_weights, "the KV is of")]
+)
+def test_kv_that_is_damaged_or_of_other_weights_is_refused_by_the_destination(
+    fleet: Fleet, change: Callable[[Path], None], reason: str
+) -> None:
+    source, destination = fleet.source(), fleet.engine()
+    assert fleet.driver.start(REQUEST, source, destination, fleet.pool(0)) == []
+    fleet.poll_until_exported(source)
+    (folder,) = fleet.pool(0).iterdir()
+    change(folder)
+    (reply,) = fleet.driver.poll(destination)
+    assert isinstance(reply, ImportFailed)
+    assert reason in reply.reason
+    assert destination.progress() == {}
+
+
+def test_a_cancelled_migration_continues_at_its_source_with_the_kv(fleet: Fleet) -> None:
+    source, destination = fleet.source(), fleet.engine()
+    assert fleet.driver.start(REQUEST, source, destination, fleet.pool(0)) == []
+    fleet.poll_until_exported(source)
+    source.cancel_migration(1)
+    destination.cancel_migration(1)
+    assert fleet.driver.poll(source) == [ExportFailed(1, "the migration was cancelled")]
+    fleet.servers[0].clear_faults()
+    assert len(fleet.driver.finish(source, REQUEST).token_ids) == 30
+    exported, continued = (call["kv_transfer_params"] for call in fleet.servers[0].generate_calls)
+    assert continued["dora_import"] == exported["dora_export"]
+    assert source.num_recomputed == 0
+
+
+def test_a_prefill_instead_of_an_import_is_counted(fleet: Fleet) -> None:
+    """As the server reports it: the KV may be lost between the import's commit and its use."""
+    source, destination = fleet.source(), fleet.engine(reported_prefill=NUM_PROMPT + 2)
+    fleet.migrate(source, destination)
+    fleet.driver.finish(destination, REQUEST)
+    destination.drop(0)
+    destination.load(1, version_weights(1))  # which waits for the end of all responses
+    assert destination.num_recomputed == NUM_PROMPT + 1
+    assert [*fleet.pool(1).iterdir()] == []
