@@ -42,7 +42,7 @@ ALLOWED = {
         "eval",
     ): "in a sandbox: calls of that program; in another sandbox: assertions of the dataset",
 }
-# Modules that unpickle data of a connection: only pipes between parent and child, and ranks on one machine.
+# Modules that unpickle data of a connection: only pipes between parent and child, and ranks of a trainer.
 UNPICKLING = {
     "multiprocessing": {"dora.runtime.process.worker_process"},
     "torch.distributed.scatter_object_list": {"dora.trainer.distributed"},
@@ -70,8 +70,11 @@ LISTENS = {
         "tests/stream/test_invalid_requests.py::test_socket_and_address_are_readable_by_their_owner_only",
         "tests/stream/test_invalid_requests.py::test_a_remote_client_without_the_key_gets_nothing",
     ),
+    "dora.runtime.training.trainer_ranks": ("only finds a free port",),
+    "dora.engine.backends.server_plugins.dora_vllm_transfer": ("only finds a free port of loopback",),
     "dora.trainer.distributed": (
-        "loopback, and a rendezvous in a file that only its owner can read",
+        "loopback, and a rendezvous in a file that only its owner can read; with ray.trainer_nodes = any the "
+        "network, which docs/security.md says",
         "tests/runs/test_trainer_ranks.py::check_closed_to_others",
     ),
     "dora.engine.backends.server": (
