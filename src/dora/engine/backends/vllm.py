@@ -335,7 +335,7 @@ def _transfer_flags(
         )
     backend = json.dumps({"backend": f"dora_{weight_transfer}"})
     return (
-        *("--worker-extension-cls", "dora_vllm_transfer.WorkerExtension"),
+        *("--worker-extension-cls", "dora_vllm_transfer.TransferExtension"),
         *("--weight-transfer-config", backend),
     )
 

@@ -1,6 +1,6 @@
 """vLLM's weight transfer for DORA-RL: both ends of a transfer, inside vLLM's own protocol.
 
-    --worker-extension-cls dora_vllm_transfer.WorkerExtension
+    --worker-extension-cls dora_vllm_transfer.TransferExtension
     --weight-transfer-config '{"backend": "dora_nccl"}'
 
     python -m dora_vllm_transfer dora_nccl http://127.0.0.1:8000 1 < requests
@@ -60,7 +60,7 @@ TIMEOUT_S = 600.0
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 
-class WorkerExtension(FileLoader):  # type: ignore[misc]
+class TransferExtension(FileLoader):  # type: ignore[misc]
     """A mix-in of vLLM's worker, which can also say what the last transfer brought."""
 
     weight_transfer_engine: Any
@@ -146,7 +146,7 @@ class DoraNCCL(DigestMixin, NCCLWeightTransferEngine):  # type: ignore[misc]
     """`dora_nccl`."""
 
 
-class VersionSource(WeightSource):  # type: ignore[misc]
+class StoredVersion(WeightSource):  # type: ignore[misc]
     """The tensors of a version's file in the order of the file, one at a time on a device."""
 
     def __init__(self, device: str) -> None:
@@ -171,7 +171,7 @@ class FileTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
 
 class FileSender(TrainerWeightTransferEngine):  # type: ignore[misc]
-    """Tells the workers which file to read."""
+    """Sends the workers the path of the file to read."""
 
     init_info_cls = FileTrainerInitInfo
 
@@ -204,7 +204,7 @@ def json_bytes(value: object) -> bytes:
     return json.dumps(value).encode()
 
 
-def make_sender(backend: str, url: str, num_workers: int, source: VersionSource) -> Any:
+def make_sender(backend: str, url: str, num_workers: int, source: StoredVersion) -> Any:
     """The sender of a backend, after its handshake with a server's `num_workers` workers."""
     init: Any
     if backend == "dora_nccl":
@@ -222,7 +222,7 @@ def make_sender(backend: str, url: str, num_workers: int, source: VersionSource)
 
 def main(backend: str, url: str, num_workers: int) -> None:
     """Send a version for each line of the input, until it ends."""
-    source, sender = VersionSource("cpu" if backend == "dora_file" else "cuda"), None
+    source, sender = StoredVersion("cpu" if backend == "dora_file" else "cuda"), None
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to the standard output
     for line in sys.stdin:
