@@ -30,9 +30,9 @@ NAMES = vars(messages) | {  # messages.py imports these under TYPE_CHECKING
     "TrainerSettings": TrainerSettings,
     "RemoteVersionSource": RemoteVersionSource,
 }
-# object: a column of the dataset; int16: the experts that tokens were sent to; int32 and float32: tokens and
-# log-probs of a response; bytes: keys of channels; RemoteVersionSource: set by the worker's own process
-NUMBERS = {int, float, bool, np.int16, np.int32, np.float32}
+# object: a column of the dataset; int16: the experts that tokens were sent to; int32, int64 and float32:
+# tokens and log-probs of a response; bytes: keys of channels; RemoteVersionSource: of the own process
+NUMBERS = {int, float, bool, np.int16, np.int32, np.int64, np.float32}
 LEAVES = NUMBERS | {str, bytes, type(None), Path, object, RemoteVersionSource}
 
 

@@ -60,7 +60,7 @@ def make_engine(spec: EngineSpec) -> InferenceEngine:
         device=spec.device,
         dtype=spec.dtype,
         **({} if spec.inflight_update is None else {INFLIGHT_UPDATE: spec.inflight_update}),
-        **({POOL: spec.pool} if factory.capabilities.kv_transfer else {}),
+        **({POOL: spec.pool} if _takes_pool(factory) else {}),
         **({} if spec.num_gpus == 1 else {NUM_GPUS: spec.num_gpus}),
         **(spec.backend_options or {}),
     )
@@ -115,7 +115,7 @@ def _check_arguments(config: Config, kind: EngineKind, factory: InferenceFactory
         raise ConfigError(f"{setting}: DORA-RL sets {min(repeated)} itself; remove it")
     call = signature(factory)
     own = dict.fromkeys((*ENGINE_ARGUMENTS, INFLIGHT_UPDATE) if config.breaks_c1 else ENGINE_ARGUMENTS)
-    own |= {POOL: None} if factory.capabilities.kv_transfer else {}
+    own |= {POOL: None} if _takes_pool(factory) else {}
     given = {**own, **kind.options}
     for bind, arguments, remedy in (
         (call.bind_partial, own, "a backend takes the keywords of dora.engine.interface.InferenceFactory"),
@@ -126,6 +126,11 @@ def _check_arguments(config: Config, kind: EngineKind, factory: InferenceFactory
             bind(**arguments)
         except TypeError as error:
             raise ConfigError(f"{setting} {error}; {remedy}") from error
+
+
+def _takes_pool(factory: InferenceFactory) -> bool:
+    """Whether the requests of an engine migrate with their KV, through what DORA-RL gives it."""
+    return factory.capabilities.kv_transfer and POOL in signature(factory).parameters
 
 
 def _load_engine(name: str, key: str) -> InferenceFactory:

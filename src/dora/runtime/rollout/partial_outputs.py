@@ -39,17 +39,24 @@ class PartialOutputs:
             for part in _read(path.read_bytes()):
                 if part.request in unfinished:
                     self._merge(part)
-        self._rewrite()
+        self._file: int | None = None  # None: there is no file before the first tokens
+        if self._parts:
+            self._rewrite()
+        else:
+            path.unlink(missing_ok=True)
 
     def add(self, parts: Iterable[OutputPart]) -> None:
         """Keep new tokens of an engine's requests, in one write."""
         data = b"".join([_record(part) for part in parts if self._merge(part)])
         if not data:
             return
+        if self._file is None:
+            self._rewrite()
+            return
         os.write(self._file, data)
         self._num_bytes += len(data)
         if self._num_bytes > max(_MIN_FILE_BYTES, 4 * self._num_live_bytes()):
-            os.close(self._file)
+            self.close()
             self._rewrite()
 
     def forget(self, request: RequestId) -> None:
@@ -69,7 +76,10 @@ class PartialOutputs:
         }
 
     def close(self) -> None:
-        os.close(self._file)
+        """Close the file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
     def _merge(self, part: OutputPart) -> bool:
         """Add a part to the output of its request; False if it has no new tokens or tokens before it miss."""
