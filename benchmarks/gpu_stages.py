@@ -339,7 +339,7 @@ def trainer_steps(stage: Stage) -> None:
 
 def fsdp(stage: Stage) -> None:
     """FSDP2 with one rank, by NCCL on a GPU, against the learner of one process: gradient, checkpoint."""
-    from dora.trainer.checkpoint import load_checkpoint, save_checkpoint
+    from dora.trainer.checkpoint import SHARDS_FOLDER, load_checkpoint, new_draft, save_checkpoint
     from dora.trainer.distributed import DistributedLearner, RankGroup
     from dora.trainer.trainer import Trainer
 
@@ -362,9 +362,11 @@ def fsdp(stage: Stage) -> None:
     gap = relative_gap(first_moment(ranks), first_moment(alone))
     stage.report("gradient: distance from one process", gap, most=1e-4, always=True)
     folder = stage.folder / "checkpoint"
-    save_checkpoint(folder, config, ranks.flat, ranks.state_dict(), 1, ROOT / "examples" / "gcd-start")
-    ranks.step(batch)
-    _, flat, state, _ = load_checkpoint(folder)
+    weights = ranks.flat.clone()
+    saved, shards = ranks.save_state(new_draft(folder) / SHARDS_FOLDER)
+    ranks.step(batch)  # while the moments are written
+    save_checkpoint(folder, config, weights, saved, 1, ROOT / "examples" / "gcd-start", shards=shards)
+    _, flat, state, _ = load_checkpoint(folder, reads_shards=False)
     resumed = sharded(flat)
     resumed.load_state_dict(state)
     resumed.step(batch)

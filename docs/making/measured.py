@@ -252,7 +252,7 @@ def measured_stream() -> str:
             Line(
                 "pause of rows for a new version, eager over deferred load",
                 f"{ratios['eager_over_deferred_stop_60M']:.1f} times",
-                "60 M parameters; the demo as a whole takes longer with deferred loads",
+                "60 M parameters",
                 "weights",
             ),
             *_transfer_lines(ratios),

@@ -40,7 +40,7 @@ from dora.model.weights import WeightLayout
 from dora.trainer.learner import GradientAccumulator
 from dora.trainer.lora import Adapters
 from dora.trainer.metrics import StepMetrics
-from dora.trainer.optimizer import ShardedAdamW, host_copy, local_part
+from dora.trainer.optimizer import ShardedAdamW, ShardedGradients, host_copy, local_part
 from dora.trainer.packing import PackedBatch, pack
 from dora.trainer.policy import Policy
 from dora.trainer.settings import Sample, TrainerSettings
@@ -381,11 +381,6 @@ class ShardedRank:
         self._writer = ThreadPoolExecutor(max_workers=1)
 
     @property
-    def is_lora(self) -> bool:
-        """Whether adapters are trained, and not the weights."""
-        return isinstance(self.optimizer, ShardedLora)
-
-    @property
     def num_updates(self) -> int:
         """Updates of the weights so far."""
         return 0 if isinstance(self.optimizer, ShardedLora) else self.optimizer.moments.num_updates
@@ -514,7 +509,7 @@ def _nothing_saved() -> None:
     raise RunError("there is no snapshot to restore; take one first")
 
 
-class ShardedLora:
+class ShardedLora(ShardedGradients):
     """AdamW on adapters of sharded weights, whose merged matrices are updated in place.
 
     Every rank holds all adapters and updates them alike; weights, gradients and the base weights are shards.
@@ -522,14 +517,13 @@ class ShardedLora:
 
     def __init__(self, policy: ShardedPolicy, config: ModelConfig, settings: TrainerSettings) -> None:
         """The shards of `policy` are the base weights."""
+        super().__init__(policy.shards)
         assert settings.lora is not None
         self._base = [local_part(shard).clone() for shard in policy.shards]
         layout, decay = WeightLayout(config), settings.weight_decay
         self._offsets = layout.offsets
         self.adapters = Adapters(layout, settings.lora, decay, settings.betas, self._base[0])
-        self._policy, self.shards = policy, policy.shards
-        for shard in self.shards:
-            shard.grad = torch.zeros_like(shard)
+        self._policy = policy
 
     def step(self, divisor: float, lr: float, max_grad_norm: float) -> float:
         """As `ShardedAdamW.step`; the norm is that of the adapters' gradient. Gathers one unit at a time."""
@@ -544,12 +538,6 @@ class ShardedLora:
         norm = self.adapters.step(lr, max_grad_norm)
         self._merge()
         return norm
-
-    def zero_grad(self) -> None:
-        """Clear the accumulated gradient."""
-        for shard in self.shards:
-            assert shard.grad is not None
-            shard.grad.zero_()
 
     def snapshot(self) -> Callable[[], None]:
         """Copy the adapters and their moments to host memory; returns the function that restores them."""

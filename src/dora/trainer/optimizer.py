@@ -193,11 +193,26 @@ def _bf16_leaf(leaf: Tensor, view: Tensor) -> Tensor:
     return copy
 
 
-class ShardedAdamW:
-    """AdamW on this rank's shards, updated in place; gradients and moments have the same sharding.
+class ShardedGradients:
+    """The gradients of this rank's shards, which have the same sharding.
 
-    Autograd leaves in each shard's gradient a sum over the ranks, times the divisor of the batch.
+    Autograd leaves in each of them a sum over the ranks, times the divisor of the batch.
     """
+
+    def __init__(self, shards: Sequence[DTensor]) -> None:
+        self.shards = shards
+        for shard in shards:
+            shard.grad = torch.zeros_like(shard)
+
+    def zero_grad(self) -> None:
+        """Clear the accumulated gradient."""
+        for shard in self.shards:
+            assert shard.grad is not None
+            shard.grad.zero_()
+
+
+class ShardedAdamW(ShardedGradients):
+    """AdamW on this rank's shards, updated in place; moments have the same sharding."""
 
     def __init__(
         self,
@@ -207,9 +222,7 @@ class ShardedAdamW:
         is_offloaded: bool = False,
     ) -> None:
         """`is_offloaded`: see `Moments`."""
-        self.shards = shards
-        for shard in shards:
-            shard.grad = torch.zeros_like(shard)
+        super().__init__(shards)
         self.moments = Moments([*map(local_part, shards)], weight_decay, betas, is_offloaded)
 
     def step(self, divisor: float, lr: float, max_grad_norm: float) -> float:
@@ -224,12 +237,6 @@ class ShardedAdamW:
         finally:
             self.zero_grad()
         return norm
-
-    def zero_grad(self) -> None:
-        """Clear the accumulated gradient."""
-        for shard in self.shards:
-            assert shard.grad is not None
-            shard.grad.zero_()
 
     def snapshot(self) -> Callable[[], None]:
         """Copy this rank's weights and moments to host memory; returns the function that restores them."""

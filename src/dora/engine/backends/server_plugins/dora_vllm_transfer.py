@@ -146,7 +146,7 @@ class DoraNCCL(DigestMixin, NCCLWeightTransferEngine):  # type: ignore[misc]
     """`dora_nccl`."""
 
 
-class StoredVersion(WeightSource):  # type: ignore[misc]
+class VersionFileSource(WeightSource):  # type: ignore[misc]
     """The tensors of a version's file in the order of the file, one at a time on a device."""
 
     def __init__(self, device: str) -> None:
@@ -204,7 +204,7 @@ def json_bytes(value: object) -> bytes:
     return json.dumps(value).encode()
 
 
-def make_sender(backend: str, url: str, num_workers: int, source: StoredVersion) -> Any:
+def make_sender(backend: str, url: str, num_workers: int, source: VersionFileSource) -> Any:
     """The sender of a backend, after its handshake with a server's `num_workers` workers."""
     init: Any
     if backend == "dora_nccl":
@@ -222,7 +222,7 @@ def make_sender(backend: str, url: str, num_workers: int, source: StoredVersion)
 
 def main(backend: str, url: str, num_workers: int) -> None:
     """Send a version for each line of the input, until it ends."""
-    source, sender = StoredVersion("cpu" if backend == "dora_file" else "cuda"), None
+    source, sender = VersionFileSource("cpu" if backend == "dora_file" else "cuda"), None
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to the standard output
     for line in sys.stdin:
