@@ -16,14 +16,16 @@ if not torch.cuda.is_available():  # Triton must know before it is imported
 settings.register_profile("dora", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dora")
 
-RUNS = Path(__file__).parent / "runs"
+TESTS = Path(__file__).parent
+WITH_PROCESSES = {TESTS / name for name in ("contract", "runs", "service")}
 
 
 def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
-    """A test of a whole run that fails is repeated once, and pytest names it.
+    """A failed test of processes or connections is repeated once, and pytest names it.
 
-    Its ten processes share two cores with other tests, and with strangers on a machine of a cloud.
+    The up to ten processes of a run share two cores with other tests, and with strangers on a machine of a
+    cloud.
     """
     for item in items:
-        if RUNS in item.path.parents:
+        if WITH_PROCESSES.intersection(item.path.parents):
             item.add_marker(pytest.mark.flaky(reruns=1))

@@ -128,10 +128,12 @@ def command_lines() -> list[Path]:
     return [path for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
 
 
-def test_a_command_that_requests_no_turn_stops_everything(run: FakeRun) -> None:
+def test_a_command_that_requests_no_turn_stops_everything(run: FakeRun, tmp_path: Path) -> None:
+    """The first command sleeps; the others fail, and its session is abandoned for another command."""
+    first = f"import os, time; os.open({str(tmp_path / 'first')!r}, os.O_CREAT | os.O_EXCL); time.sleep(600)"
     with pytest.raises(InputError, match=r"requested no turn 3 times in a row \(exit status 1\); its output"):
-        roll_out(run, "raise SystemExit(1)")
-    assert run.agents.num_waiting == 2
+        roll_out(run, first)
+    assert (run.agents.num_waiting, run.agents.num_sessions) == (2, 0)
 
 
 def test_a_command_that_does_not_exist_is_named(run: FakeRun) -> None:

@@ -85,6 +85,10 @@ class Rollout:
             try:
                 end = await self._run_command(client, session)
                 ended, num_turns = await self._end_session(client, session["session"], end)
+            except asyncio.CancelledError:  # another command stops everything, or Ctrl-C
+                with contextlib.suppress(ServiceError):
+                    await client.abandon_session(session["session"])
+                raise
             except ServiceError as error:
                 if error.kind.startswith("run_"):
                     return
