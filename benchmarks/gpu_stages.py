@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -613,6 +614,28 @@ def runs(stage: Stage) -> None:
                 stage.report(f"step {line['step']}: {key}", line[key])
 
 
+def migrations(stage: Stage) -> None:
+    """A running request of 1,000 tokens migrates between two engine processes on the device."""
+    from migration import EnginePair, requests_of
+
+    from dora.engine.interface import KVTransfer
+
+    config = replace(stage.model(QWEN3_06B), max_position_embeddings=2048)
+    num_tokens, repeats = (40, 2) if stage.is_tiny else (1000, 20)
+    ways: tuple[KVTransfer, ...] = ("staged", "ipc")
+    for kv_transfer in ways:
+        pair = EnginePair(config, "cuda:0" if stage.is_gpu else "cpu", stage.dtype, kv_transfer)
+        try:
+            (request,) = requests_of(pair, 1, num_tokens)
+            moved = [pair.migrate(request, number % 2) for number in range(repeats)]
+        finally:
+            pair.close()
+        stage.report(f"{kv_transfer}: KV", moved[0].num_bytes / 1e6, "MB", least=1e-6, always=True)
+        for name, seconds in (("copy", "copy_s"), ("stop time", "stop_s")):
+            median_s = statistics.median(getattr(event, seconds) for event in moved)
+            stage.report(f"{kv_transfer}: {name}", median_s * 1e3, "ms")
+
+
 # Faults
 
 
@@ -797,6 +820,7 @@ STAGES = {
     "engine-0.6B": StageEntry(engine_small, 300),
     "engine-8B": StageEntry(engine_large, 420),
     "runs": StageEntry(runs, 400),
+    "migrations": StageEntry(migrations, 240),
     "faults": StageEntry(faults, 400),
     "profile": StageEntry(profile, 180),
     "probes": StageEntry(probes, 240),

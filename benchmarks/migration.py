@@ -30,6 +30,7 @@ from models import DEMO, THIRTY_MILLION
 from dora.core.actions import Migrate
 from dora.core.events import Event, Migrated
 from dora.core.types import GroupId, RequestId
+from dora.engine.interface import KVTransfer
 from dora.engine.kv_transfer.handoff import HandoffSlots
 from dora.engine.messages import ImportFinished
 from dora.engine.request import Completion, Request, SamplingParams
@@ -66,14 +67,24 @@ class Case:
 
 
 class EnginePair:
-    """Two engine processes with version 0, and a driver that only migrates."""
+    """Two engine processes with version 0, and a driver that only migrates.
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.folder = make_store_folder(0)
+    `device`, `dtype` and `kv_transfer` are those of the engines.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: str = "cpu",
+        dtype: str = "float32",
+        kv_transfer: KVTransfer = "shared",
+    ) -> None:
+        self.folder, self._device, self._dtype = make_store_folder(0), device, dtype
+        self._kv_transfer = kv_transfer
         self._vocab_size, self._source = config.vocab_size, random.Random(0)
         weights = initial_weights(config, seed=0, std=0.1)
         save_pretrained(self.folder / "model", config, weights)
-        WeightStore(self.folder, shapes=parameter_shapes(config)).publish(0, weights)
+        WeightStore(self.folder, dtype, parameter_shapes(config)).publish(0, weights)
         self._messages = WorkerMessages()
         self._events: deque[Event] = deque()
         self.migrations = Migrations(self.folder, WAIT_S, self._events, self.send)
@@ -164,6 +175,9 @@ class EnginePair:
             version_slots=1,
             kernels="auto",
             pace_s=0.0,
+            device=self._device,
+            dtype=self._dtype,
+            kv_transfer=self._kv_transfer,
         )
         return Worker(f"engine {number}", run_engine, spec, self._messages)
 

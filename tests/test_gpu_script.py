@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 STAGES = [
     "doctor", "gradient", "demo", "arrivals", "kernels", "fsdp", "publish", "engine-0.6B", "engine-8B",
-    "runs", "faults", "profile", "probes",
+    "runs", "migrations", "faults", "profile", "probes",
 ]  # fmt: skip
 NOT_ON_A_CPU = {
     "CUDA graphs need a GPU",

@@ -32,6 +32,10 @@ ALLOWED = {
         "pickle.loads",
     ): "shared memory of this run in a folder that only its owner can enter",
     (
+        "dora.engine.kv_transfer.device_kv",
+        "pickle.loads",
+    ): "a file of this run in the same folder",
+    (
         "dora.runtime.process.rpc",
         "pickle.loads",
     ): "of a process of this run: CURVE has checked its key",

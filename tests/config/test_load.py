@@ -321,6 +321,8 @@ def test_a_version_fills_as_many_batches_as_the_bound_allows(file: Path) -> None
 def test_the_kv_of_a_gpu_is_not_shared(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"kv_transfer = shared with engine\.device = 'cuda'.*= staged"):
         read_config(file, ["engine.device=cuda", "engine.kv_transfer=shared"])
+    with pytest.raises(ConfigError, match=r"kv_transfer = ipc with runtime\.kind = ray: .*= staged"):
+        read_config(file, ["engine.device=cuda", "engine.kv_transfer=ipc", "runtime.kind=ray"])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from dora.data.tokenizer import Tokenizer
 from dora.engine.engine import Engine
-from dora.engine.interface import NATIVE, Capabilities, InferenceEngine
+from dora.engine.interface import NATIVE, Capabilities, InferenceEngine, KVTransfer
 from dora.loading import load_attribute
 from dora.model.pretrained import load_config
 from dora.testing.engine_contract import InferenceContract
@@ -19,7 +19,7 @@ class Native:
     """DORA's own engine, with the signature of a backend."""
 
     capabilities: ClassVar[Capabilities] = NATIVE
-    private_kv = False
+    kv_transfer: ClassVar[KVTransfer] = "shared"
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -42,14 +42,20 @@ class Native:
             detokenize=Tokenizer(Path(model)).decode,
             device=device,
             pool=pool or Path(model) / "pool",
-            private_kv=cls.private_kv,
+            kv_transfer=cls.kv_transfer,
         )
 
 
 class StagedNative(Native):
     """Its KV migrates through host memory, as on a GPU."""
 
-    private_kv = True
+    kv_transfer = "staged"
+
+
+class IpcNative(Native):
+    """Its KV migrates from the memory where it lies, as between GPUs."""
+
+    kv_transfer = "ipc"
 
 
 class TestNative(InferenceContract):
@@ -58,6 +64,10 @@ class TestNative(InferenceContract):
 
 class TestStagedNative(InferenceContract):
     factory = StagedNative
+
+
+class TestIpcNative(InferenceContract):
+    factory = IpcNative
 
 
 class TestTransformers(InferenceContract):

@@ -9,6 +9,7 @@ from tests.engine.tiny import TINY, weights
 
 from dora.core.types import RequestId
 from dora.engine.engine import Engine
+from dora.engine.interface import KVTransfer
 from dora.engine.kv_transfer.handoff import Handoff, HandoffSlot, HandoffSlots, HandoffState
 from dora.engine.kv_transfer.transfer import KVTransport
 from dora.engine.messages import (
@@ -35,9 +36,9 @@ class EngineCluster:
         kernels: str = "eager",
         exact: bool = False,
         dtype: str = "float32",
-        private_kv: bool = False,
+        kv_transfer: KVTransfer = "shared",
     ) -> None:
-        self.private_kv = private_kv
+        self.kv_transfer = kv_transfer
         self.folder, self.kernels, self.exact, self.dtype = folder, kernels, exact, dtype
         self.now_s = 100.0
         self.engines: dict[str, Engine] = {}
@@ -65,7 +66,7 @@ class EngineCluster:
             exact=self.exact,
             dtype=self.dtype,
             pool=self.pool_path(name),
-            private_kv=self.private_kv,
+            kv_transfer=self.kv_transfer,
             clock=lambda: self.now_s,
             transport=self.transport(),
         )

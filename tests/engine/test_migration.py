@@ -93,7 +93,7 @@ def test_requests_that_migrate_at_once_share_a_small_staging_area(
 ) -> None:
     """Each needs most of the 8 blocks of the area. One that finds no room is decoded meanwhile."""
     monkeypatch.setattr(block_manager, "_STAGING_BYTES", 0)
-    stage = EngineCluster(tmp_path, private_kv=True)
+    stage = EngineCluster(tmp_path, kv_transfer="staged")
     requests = [make_request(4 * i, prompt_length=60, max_tokens=36) for i in range(3)]
     expected = expected_answers(stage, requests)
     stage.add_engine("a").submit(requests)

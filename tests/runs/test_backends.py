@@ -70,11 +70,12 @@ def test_the_guarantees_hold_with_other_backends_when_an_engine_crashes(task: Pa
     assert len(metrics(out)) == 6
 
 
-@pytest.mark.parametrize("is_staged", [True, False], ids=["through host memory", "prefilled again"])
-def test_requests_migrate_between_engines_whose_kv_is_private_as_on_gpus(task: Path, is_staged: bool) -> None:
+@pytest.mark.parametrize("kv_transfer", ["staged", "ipc", "none"])
+def test_requests_migrate_between_engines_as_on_gpus(task: Path, kv_transfer: str) -> None:
     (task.parent / "private.py").write_text(PRIVATE_KV)
     backend = f"{task.parent / 'private.py'}:PrivateKV"
-    changes: Any = {"engine__kv_transfer": "staged"} if is_staged else {"engine__backend": backend}
+    has_kv = kv_transfer != "none"
+    changes: Any = {"engine__kv_transfer": kv_transfer} if has_kv else {"engine__backend": backend}
     run = Run(
         task,
         task.parent / "run",
@@ -95,7 +96,7 @@ def test_requests_migrate_between_engines_whose_kv_is_private_as_on_gpus(task: P
     assert ended.code == 0, ended.err
     found = summary(run.out)
     assert found["migrations"] >= 5
-    assert (found["migrated_kv_bytes"] > 0, found["reprefill_tokens"] > 0) == (is_staged, not is_staged)
+    assert (found["migrated_kv_bytes"] > 0, found["reprefill_tokens"] > 0) == (has_kv, not has_kv)
     audit = dora("audit", run.out, "--deep", "8")
     assert audit.code == 0, audit.out
 

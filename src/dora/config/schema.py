@@ -490,11 +490,12 @@ class EngineSection(Section):
     dtype: Dtype = Field(
         default="float32", description="Data type of weights and KV cache, and of published versions."
     )
-    kv_transfer: Literal["auto", "shared", "staged", "none"] = Field(
+    kv_transfer: Literal["auto", "shared", "staged", "ipc", "none"] = Field(
         default="auto",
         description="How the KV of a migrating request reaches another engine. shared: from the first one's "
-        "KV cache, on the CPU; staged: through host memory; none: it is computed again. auto: shared on the "
-        "CPU, staged on a GPU. Between vLLM servers KV moves through files in memory, or not with none.",
+        "KV cache, on the CPU; staged: through host memory; ipc: from the first one's GPU (CUDA IPC), on one "
+        "machine; none: it is computed again. auto: shared on the CPU, staged on a GPU. Between vLLM servers "
+        "KV moves through files in memory, or not with none.",
     )
     kernels: Literal["auto", "numba", "eager"] = Field(
         default="auto",

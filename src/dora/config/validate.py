@@ -308,11 +308,16 @@ def _check_shared_device(config: Config) -> None:
 
 
 def _check_kv_transfer(config: Config) -> None:
-    """Other processes cannot map a GPU's KV cache."""
+    """Other processes cannot map a GPU's KV cache, and other machines cannot open its handle."""
     if config.engine.kv_transfer == "shared" and config.engine.device != "cpu":
         raise ConfigError(
-            f"engine.kv_transfer = shared with engine.device = {config.engine.device!r}: engines copy only "
-            "from the KV cache of an engine on the CPU; set engine.kv_transfer = staged"
+            f"engine.kv_transfer = shared with engine.device = {config.engine.device!r}: engines map KV only "
+            "of engines on the CPU; set engine.kv_transfer = staged, or ipc on one machine"
+        )
+    if config.engine.kv_transfer == "ipc" and config.runtime.kind == "ray":
+        raise ConfigError(
+            "engine.kv_transfer = ipc with runtime.kind = ray: an engine reads only the memory of GPUs of "
+            "its own machine; set engine.kv_transfer = staged"
         )
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,11 +39,12 @@ from dora.engine.decode_batch import (
     KVCache,
     PartialOutput,
 )
-from dora.engine.interface import NATIVE, Capabilities
+from dora.engine.interface import NATIVE, Capabilities, KVTransfer
 from dora.engine.kernels.workspace import DTYPES, KVAllocator, Workspace
+from dora.engine.kv_transfer.device_kv import DeviceKV
 from dora.engine.kv_transfer.handoff import FORMAT_VERSION, KVFormat
 from dora.engine.kv_transfer.kv_migrator import KVMigrator
-from dora.engine.kv_transfer.pool import EngineKV, KVBlocks, SharedKV, create_pool, view_as_blocks
+from dora.engine.kv_transfer.pool import EngineKV, SharedKV, create_pool, view_as_blocks
 from dora.engine.kv_transfer.staging import StagedKV
 from dora.engine.kv_transfer.transfer import KVTransport
 from dora.engine.messages import (
@@ -86,9 +88,10 @@ class Engine:
                     EngineError if this machine cannot do so
     inflight_update continue running requests with each newer version: "inflight" keeps the KV of the older
                     weights, "partial" computes it again; such requests do not migrate
-    pool            file from which other engines of this machine copy KV; without it a request that migrates
-                    is prefilled again
-    private_kv      the file has no KV but what passes through it in a migration; always so on a GPU
+    pool            file through which other engines of this machine reach the KV; without it a request that
+                    migrates is prefilled again
+    kv_transfer     "shared": the file has the KV; "staged": what passes through it in a migration; "ipc": the
+                    handle of the KV on a GPU, or on the CPU the KV. Default: "shared", on a GPU "staged"
     transport       reaches the pools and files of other engines
     clock           times the leases of migrations; all engines of a run share it
     """
@@ -113,7 +116,7 @@ class Engine:
         exact: bool = False,
         inflight_update: str | None = None,
         pool: Path | None = None,
-        private_kv: bool = False,
+        kv_transfer: KVTransfer | None = None,
         transport: KVTransport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -135,9 +138,10 @@ class Engine:
             inflight_update=inflight_update is not None, routes=returns_routes,
         )  # fmt: skip
         runner = CUDAGraphRunner if device == "cuda" or kernels == "triton" else ModelRunner
-        private_kv |= device == "cuda"
+        kv_transfer = kv_transfer or ("staged" if device == "cuda" else "shared")
         sizes = (max_rows + exact * SPARE_ROWS, max_context, version_slots, num_blocks)
-        allocate, is_padded = _allocator(None if private_kv else pool, dtype), runner is CUDAGraphRunner
+        in_file = None if kv_transfer == "staged" else pool
+        allocate, is_padded = _allocator(in_file, dtype), runner is CUDAGraphRunner
         self._workspace = Workspace(config, *sizes, allocate, device, dtype, is_padded=is_padded)
         self._runner: ModelRunner = runner(self._workspace, kernels)
         if exact:
@@ -148,9 +152,9 @@ class Engine:
         self._batch, self._detokenize = DecodeBatch(max_rows, max_context, detokenize), detokenize
         block_tables, kv = self._workspace.block_tables, self._workspace.kv
         self._kv_cache = KVCache(self._batch, block_tables, kv, runner.num_steps_ahead)
-        self.shared_kv: EngineKV | None = None  # None: requests migrate without KV
+        self.shared_kv: EngineKV[Any] | None = None  # None: requests migrate without KV
         if pool is not None:
-            self.shared_kv = StagedKV(kv, pool) if private_kv else SharedKV(_shared_blocks(kv))
+            self.shared_kv = _shared_kv(kv_transfer, kv, pool)
         self._migrator = KVMigrator(
             self._scheduler, self._batch, self._kv_cache, self.shared_kv,
             kv_format=self._kv_format, prefill=self._prefill_imported,
@@ -709,9 +713,13 @@ class Engine:
         return ""
 
 
-def _shared_blocks(kv: Tensor) -> KVBlocks:
-    """The blocks of a KV pool in a file, as other engines see them."""
-    return view_as_blocks(kv.flatten().view(torch.uint8).numpy(), len(kv))
+def _shared_kv(kv_transfer: KVTransfer, kv: Tensor, pool: Path) -> EngineKV[Any]:
+    """How other engines copy from `kv`; on the CPU it lies in the file `pool`, unless it is staged."""
+    if kv_transfer == "staged":
+        return StagedKV(kv, pool)
+    if kv_transfer == "ipc":
+        return DeviceKV(kv, pool)
+    return SharedKV(view_as_blocks(kv.flatten().view(torch.uint8).numpy(), len(kv)))
 
 
 def _check_context(max_context: int, config: ModelConfig) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from dora.core.types import RequestId
 from dora.engine.request import Completion, Request
@@ -46,6 +46,8 @@ class Capabilities:
     dtypes: tuple[str, ...] = ("float32",)
     devices: tuple[str, ...] = ("cpu",)
 
+
+KVTransfer = Literal["shared", "staged", "ipc"]  # of DORA-RL's own engine; see `Engine`
 
 NATIVE = Capabilities(
     max_versions=None,

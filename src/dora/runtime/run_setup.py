@@ -362,7 +362,7 @@ class RunSetup:
         return BLOCK_SIZE * (model.kv_bytes_per_token - keys_and_values * (4 - self._itemsize))
 
     @property
-    def kv_transfer(self) -> Literal["shared", "staged", "none"]:
+    def kv_transfer(self) -> Literal["shared", "staged", "ipc", "none"]:
         """How KV reaches another engine in a migration: `engine.kv_transfer` with "auto" resolved."""
         engine = self.config.engine
         if self.config.breaks_c1:  # requests do not migrate
@@ -377,7 +377,8 @@ class RunSetup:
         if self.kv_transfer == "staged":
             num_bytes = self._block_bytes
             return num_bytes * num_staging_blocks(num_bytes, self.kv_bytes // num_bytes)
-        return self.kv_bytes if self.kv_transfer == "shared" else 0
+        is_in_file = self.kv_transfer in ("shared", "ipc") and not is_gpu(self.config.engine.device)
+        return self.kv_bytes if is_in_file else 0
 
     @property
     def stream_bytes(self) -> int:
@@ -492,7 +493,7 @@ class RunSetup:
             model=Path(config.model.path),
             weights=weights,
             pool=weights / f"pool-{engine}.kv" if self.kv_transfer != "none" else None,
-            private_kv=self.kv_transfer == "staged",
+            kv_transfer="shared" if self.kv_transfer == "none" else self.kv_transfer,
             max_rows=kind.max_num_seqs,
             max_context=config.max_sequence_length,
             version_slots=kind.version_slots,

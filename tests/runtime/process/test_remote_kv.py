@@ -41,6 +41,7 @@ class RemoteEngineCluster(EngineCluster):
         if name not in self._pool_servers:
             shared = self.engines[name].shared_kv
             assert shared is not None
+            assert shared.blocks is not None
             server = KVPoolServer(LOOPBACK, shared.blocks)
             self._pool_servers[name] = self._exit_stack.enter_context(contextlib.closing(server))
         return self._pool_servers[name].address
@@ -105,7 +106,9 @@ def test_a_request_stays_at_the_source_if_its_kv_cannot_be_read(cluster: RemoteE
     cluster.add_engine("b")
     cluster.step("a", 20)
     migration_id = cluster.start_migration(request, "a", "b")
-    peer = cluster.engines["b"]._migrator._transport.peer_pool(cluster.source_pool("a"), BLOCK_BYTES)
+    migrator = cluster.engines["b"]._migrator
+    assert migrator._kv is not None
+    peer = migrator._transport.peer_pool(cluster.source_pool("a"), migrator._kv)
     assert isinstance(peer, RemoteKVPool)
     peer.close()
     cluster.poll("a")

@@ -6,6 +6,7 @@ Where the destination cannot read the source's pool the migration is token-only.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from dora.core.types import RequestId
 from dora.engine.decode_batch import DecodeBatch, KVCache, PartialOutput
@@ -31,7 +32,7 @@ class KVMigrator(Migrator[KVExport, KVImport]):
         scheduler: Scheduler,
         batch: DecodeBatch,
         kv_cache: KVCache,
-        kv: EngineKV | None,
+        kv: EngineKV[Any] | None,
         *,
         kv_format: Callable[[int], KVFormat],
         prefill: Callable[[Sequence, int], None],
@@ -50,7 +51,7 @@ class KVMigrator(Migrator[KVExport, KVImport]):
             return ImportFailed(migration_id, "this engine has no pool to copy KV to")
         try:
             if kv is not None:
-                peer = self._transport.peer_pool(command.source_pool, kv.num_bytes)
+                peer = self._transport.peer_pool(command.source_pool, kv)
         except (OSError, ValueError) as error:
             return ImportFailed(migration_id, f"the source's KV cannot be read: {error}")
         reserved = self._scheduler.reserve(request)
@@ -80,7 +81,7 @@ class KVMigrator(Migrator[KVExport, KVImport]):
         reserved = self._scheduler.migrating_in.keys()
         assert reserved == self._incoming.keys(), f"reserved: {reserved}, incoming: {self._incoming.keys()}"
         if self._kv is not None and not self._outgoing:
-            num_free, num_blocks = self._kv.num_free, len(self._kv.blocks)
+            num_free, num_blocks = self._kv.num_free, len(self._kv)
             assert num_free == num_blocks, f"{num_free} of {num_blocks} blocks can be published"
 
     def _find_request(self, request_id: RequestId) -> Request | None:

@@ -18,6 +18,7 @@ KVBlocks = NDArray[np.uint64]  # [blocks, 64-bit words of a block]
 Checksums = NDArray[np.uint64]  # [n], of blocks: the sum of their words, modulo 2^64
 
 _READABLE = 'Array(uint64, 2, "C", True)'  # a pool that may be mapped read-only
+Peer = TypeVar("Peer")
 _Function = TypeVar("_Function", bound=Callable[..., None])
 
 
@@ -81,8 +82,9 @@ class PeerPool(Protocol):
 class MappedPool:
     """The pool of an engine on the same machine."""
 
-    def __init__(self, blocks: KVBlocks) -> None:
-        self._blocks = blocks
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        """Map the file. Raises as `open_pool`."""
+        self._blocks = open_pool(path, num_bytes)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -91,10 +93,17 @@ class MappedPool:
         return copy_blocks(self._blocks, sources, pool, targets)
 
 
-class EngineKV(Protocol):
-    """An engine's own KV, block by block, as its migrations read and write it."""
+class EngineKV(Protocol[Peer]):
+    """An engine's own KV, block by block, as its migrations read and write it.
 
-    blocks: KVBlocks  # those that other engines may map: the pool itself, or a staging area
+    `len` is how many blocks can be published at once.
+    """
+
+    @property
+    def blocks(self) -> KVBlocks | None:
+        """Those that can be published, if they are in host memory: the pool or a staging area."""
+
+    def __len__(self) -> int: ...
 
     @property
     def num_bytes(self) -> int:
@@ -104,13 +113,19 @@ class EngineKV(Protocol):
     def num_free(self) -> int:
         """How many more blocks can be published now."""
 
+    def open_peer(self, path: Path, /) -> Peer:
+        """The KV of another engine of the machine, of the same kind and of blocks of the same size.
+
+        Raises OSError or ValueError if the file does not have it.
+        """
+
     def publish(self, blocks: Sequence[int], /) -> tuple[list[int], Checksums]:
-        """Let other engines copy some blocks. Returns their numbers in `blocks`, and their checksums."""
+        """Let other engines copy some blocks. Returns the numbers to copy from, and the checksums."""
 
     def release(self, published: Sequence[int], /) -> None:
         """No engine copies these published blocks any more."""
 
-    def receive(self, peer: PeerPool, sources: Sequence[int], targets: Sequence[int], /) -> Checksums:
+    def receive(self, peer: Peer, sources: Sequence[int], targets: Sequence[int], /) -> Checksums:
         """Set the own blocks `targets` to the peer's `sources`; returns the checksums of what arrived.
 
         Raises OSError if the peer cannot be read.
@@ -123,13 +138,19 @@ class SharedKV:
     def __init__(self, pool: KVBlocks) -> None:
         self.blocks = pool
 
+    def __len__(self) -> int:
+        return len(self.blocks)
+
     @property
     def num_bytes(self) -> int:
         return bytes_per_block(self.blocks)
 
     @property
     def num_free(self) -> int:
-        return len(self.blocks)
+        return len(self)
+
+    def open_peer(self, path: Path) -> PeerPool:
+        return MappedPool(path, self.num_bytes)
 
     def publish(self, blocks: Sequence[int]) -> tuple[list[int], Checksums]:
         return [*blocks], checksum_blocks(self.blocks, blocks)

@@ -18,6 +18,7 @@ from dora.engine.block_manager import num_staging_blocks
 from dora.engine.kv_transfer.pool import (
     Checksums,
     KVBlocks,
+    MappedPool,
     PeerPool,
     bytes_per_block,
     checksum_blocks,
@@ -49,9 +50,15 @@ class StagedKV:
     def num_bytes(self) -> int:
         return bytes_per_block(self.blocks)
 
+    def __len__(self) -> int:
+        return len(self.blocks)
+
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    def open_peer(self, path: Path) -> PeerPool:
+        return MappedPool(path, self.num_bytes)
 
     def publish(self, blocks: Sequence[int]) -> tuple[list[int], Checksums]:
         staged = [self._free.pop() for _ in blocks]

@@ -30,9 +30,6 @@ from dora.engine.kv_transfer.migrator import IncomingMigration, OutgoingMigratio
 from dora.engine.kv_transfer.pool import (
     Checksums,
     EngineKV,
-    MappedPool,
-    PeerPool,
-    open_pool,
 )
 from dora.engine.messages import ReserveMigration, StartExport
 from dora.engine.request import Request, Sequence
@@ -41,11 +38,11 @@ _BYTES_PER_POLL = 4 * 2**20
 _MAX_STOPPED_BYTES = 4 * 2**20  # of KV that may be copied after the request has stopped: about a decode step
 
 
-def _num_blocks_per_poll(kv: EngineKV) -> int:
+def _num_blocks_per_poll(kv: EngineKV[Any]) -> int:
     return max(1, _BYTES_PER_POLL // kv.num_bytes)
 
 
-def _publishes_blocks(request: Request, kv: EngineKV) -> bool:
+def _publishes_blocks(request: Request, kv: EngineKV[Any]) -> bool:
     """Whether a request is decoded while its KV is copied. Both sides decide this by themselves."""
     return num_blocks_for(request.max_length) * kv.num_bytes > _MAX_STOPPED_BYTES
 
@@ -57,29 +54,26 @@ class KVTransport:
     """
 
     def __init__(self) -> None:
-        self._mapped: dict[Path, MappedPool] = {}
+        self._opened: dict[Path, Any] = {}
         self._handoffs = HandoffMemory()
 
     def open_handoff(self, migration_id: int, slot: HandoffSlot) -> Handoff:
         """The shared state of a migration. Raises OSError."""
         return self._handoffs.open(migration_id, slot)
 
-    def peer_pool(self, pool: Any, num_bytes: int) -> PeerPool:
-        """Another engine's pool, of blocks of `num_bytes`.
-
-        Raises OSError or ValueError if it does not exist or is empty.
-        """
-        if pool not in self._mapped:
-            self._mapped = {path: mapped for path, mapped in self._mapped.items() if path.exists()}
-            self._mapped[pool] = MappedPool(open_pool(pool, num_bytes))
-        return self._mapped[pool]
+    def peer_pool(self, pool: Any, kv: EngineKV[Any]) -> Any:
+        """Another engine's KV, which this engine's `kv` can read. Raises OSError or ValueError."""
+        if pool not in self._opened:
+            self._opened = {path: opened for path, opened in self._opened.items() if path.exists()}
+            self._opened[pool] = kv.open_peer(pool)
+        return self._opened[pool]
 
 
 class KVExport(OutgoingMigration):
     """The source's side: publishes blocks, if the request is decoded while they are copied."""
 
     def __init__(
-        self, command: StartExport, handoff: Handoff, request: Request, kv: EngineKV | None, now_s: float
+        self, command: StartExport, handoff: Handoff, request: Request, kv: EngineKV[Any] | None, now_s: float
     ) -> None:
         """`kv` is this engine's: None in a token-only migration."""
         super().__init__(command, handoff, now_s)
@@ -139,7 +133,7 @@ class KVExport(OutgoingMigration):
         assert self.reservation is not None
         return self.reservation.num_cached_blocks
 
-    def _publish(self, kv: EngineKV, blocks: list[int]) -> list[int]:
+    def _publish(self, kv: EngineKV[Any], blocks: list[int]) -> list[int]:
         published, checksums = kv.publish(blocks)
         self._published += published
         self._checksums = np.concatenate((self._checksums, checksums))
@@ -156,8 +150,8 @@ class KVImport(IncomingMigration):
         sequence: Sequence,
         num_cached_blocks: int,
         allocate_up_to: Callable[[Sequence, int], bool],
-        kv: EngineKV | None,
-        peer: PeerPool | None,
+        kv: EngineKV[Any] | None,
+        peer: Any,
         now_s: float,
     ) -> None:
         """`kv` is this engine's and `peer` the source's: None in a token-only migration.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from dora.core.types import GroupId, RequestId
 from dora.curve import CurveAddress
 from dora.engine.decode_batch import PartialOutput
+from dora.engine.interface import KVTransfer
 from dora.engine.messages import ContinueEpisode as ContinueEpisode
 from dora.engine.messages import EndEpisode as EndEpisode
 from dora.engine.messages import ExportFailed as ExportFailed
@@ -61,7 +62,7 @@ class EngineSpec:
     prefetches_weights: bool = False
     num_kv_blocks: int | None = None  # None: as many as `max_rows` full rows need
     prefill_budget: int = 512  # prompt tokens per step
-    private_kv: bool = False  # KV passes through `pool` only to migrate
+    kv_transfer: KVTransfer = "shared"  # through `pool`
     inflight_update: str | None = None  # "partial" | "inflight": requests continue with newer versions
     host: str | None = None  # where engines of other machines read this engine's KV; None: there are none
     broker: CurveAddress | None = None  # see `remote_kv`; None: on the driver's machine

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from dora.curve import CurveAddress
 from dora.engine.kv_transfer.handoff import Handoff, HandoffMemory, HandoffSlot, HandoffState, Reservation
-from dora.engine.kv_transfer.pool import Checksums, KVBlocks, PeerPool, bytes_per_block, checksum_blocks
+from dora.engine.kv_transfer.pool import Checksums, EngineKV, KVBlocks, bytes_per_block, checksum_blocks
 from dora.engine.kv_transfer.transfer import KVTransport
 from dora.runtime.process.rpc import RequestClient, RequestServer
 
@@ -38,14 +38,14 @@ class RemoteKVTransport(KVTransport):
             return super().open_handoff(migration_id, slot)
         return RemoteHandoff(self._broker, migration_id, slot)
 
-    def peer_pool(self, pool: Any, num_bytes: int) -> PeerPool:
+    def peer_pool(self, pool: Any, kv: EngineKV[Any]) -> Any:
         """As `KVTransport.peer_pool`. A connection that has failed is replaced by a new one."""
         if not isinstance(pool, CurveAddress):
-            return super().peer_pool(pool, num_bytes)
+            return super().peer_pool(pool, kv)
         if pool in self._remote_pools and not self._remote_pools[pool].is_usable:
             self._remote_pools.pop(pool).close()
         if pool not in self._remote_pools:
-            self._remote_pools[pool] = RemoteKVPool(pool, num_bytes)
+            self._remote_pools[pool] = RemoteKVPool(pool, kv.num_bytes)
         return self._remote_pools[pool]
 
     def close(self) -> None:

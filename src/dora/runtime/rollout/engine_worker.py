@@ -112,7 +112,7 @@ def build_engine(spec: m.EngineSpec) -> InferenceEngine:
         dtype=spec.dtype,
         inflight_update=spec.inflight_update,
         pool=spec.pool,
-        private_kv=spec.private_kv,
+        kv_transfer=spec.kv_transfer,
         transport=None if spec.host is None else RemoteKVTransport(spec.broker),
         clock=time.monotonic if spec.host is None else time.time,
     )
@@ -134,7 +134,8 @@ def _ready_message(engine: InferenceEngine, spec: m.EngineSpec) -> m.WorkerReady
         return m.WorkerReady(engine.kernels, engine.kv_pool if isinstance(engine, SharesKV) else None)
     if engine.shared_kv is None:
         return m.WorkerReady(engine.kernels)
-    address = None if spec.host is None else KVPoolServer(spec.host, engine.shared_kv.blocks).address
+    blocks = engine.shared_kv.blocks
+    address = None if spec.host is None or blocks is None else KVPoolServer(spec.host, blocks).address
     return m.WorkerReady(engine.kernels, spec.pool, address)
 
 
