@@ -182,7 +182,7 @@ def measured_engine() -> str:
 
 def measured_trainer() -> str:
     """Training steps beside other trainers."""
-    ratios, kills = _ratios("trainer"), _ratios("resume")
+    ratios, kills, stops = _ratios("trainer"), _ratios("resume"), _ratios("checkpoint")
     padded, trl, memory = (
         [ratios[name + size] for size in ("", "_10M", "_60M")]
         for name in ("vs_padded_loop", "vs_trl", "peak_memory_over_padded")
@@ -207,6 +207,12 @@ def measured_trainer() -> str:
                 ", ".join(f"{ratio:.2f}" for ratio in memory),
                 sizes,
                 "trainer",
+            ),
+            Line(
+                "stop of the trainer for a checkpoint, written before it goes on over copied",
+                f"{stops['stop_before_over_now_60M']:.1f} times",
+                "60 M parameters, 0.7 GB of weights and moments",
+                "checkpoint",
             ),
             Line(
                 "violations found after all processes of a run were killed and the run resumed",
