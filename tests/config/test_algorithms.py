@@ -211,3 +211,35 @@ def test_dapo_is_one_of_them() -> None:
     assert dapo["overlong_buffer_tokens"] > 0
     assert dapo["clip_ratio_high"] > dapo["clip_ratio_low"]
     assert (dapo["policy_loss"], dapo["loss_agg_mode"]) == ("ppo_clip", "token-mean")
+
+
+TEACHER = "distillation.teachers=['model']"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["distillation.coef=2.0"], "distillation.coef has no effect without distillation.teachers"),
+        ([TEACHER, "distillation.timeout_s=9"], "has no effect without a teacher on a server"),
+        ([TEACHER, "algorithm.kl_loss_coef=0.1"], "they take the place of the initial policy"),
+        ([TEACHER, *PAIRS], "it compares whole responses"),
+        ([TEACHER, GAE], "the critic predicts rewards"),
+        ([TEACHER, "algorithm.filter_groups=true"], "groups of equal rewards train as well"),
+        (["distillation.teachers=['http://h/v1']", "sampling.temperature=0.9"], "score with temperature 1"),
+        (["distillation.teachers=['nowhere']"], "distillation.teachers = 'nowhere': "),
+    ],
+)
+def test_teachers_that_cannot_count_are_refused(file: Path, overrides: list[str], why: str) -> None:
+    assert why in error_of(file, *overrides)
+
+
+def test_teachers_need_no_aux_worker_in_the_configuration(file: Path) -> None:
+    folder = file.parent / "model"
+    teachers = f"distillation.teachers=['{folder}', 'http://h/v1']"
+    config = read_config(file, [teachers, "trainer.aux_device=cpu"])
+    assert config.aux_workers == {"reference"}
+    assert config.distillation.servers == ["http://h/v1"]
+    assert config.distillation.folders == [str(folder.resolve())]
+    settings = config.advantage_settings
+    assert (settings.teacher_coef, settings.reward_coef) == (1.0, 0.0)
+    assert read_config(file).advantage_settings.reward_coef == 1.0

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from tests.runs.conftest import StartRun
 from tests.runtime.running import dora, metrics, summary
-from tests.runtime.tiny import write_task
+from tests.runtime.tiny import CHARACTERS, MODEL, write_task
 
+from dora.data.tokenizer import save_character_tokenizer
+from dora.model.pretrained import save_pretrained
+from dora.model.weights import initial_weights
 from dora.trainer.checkpoint import load_checkpoint
 
 STEPS = 6
@@ -74,3 +78,42 @@ def test_a_suspended_aux_worker_is_restarted(start_run: StartRun) -> None:
     limit = "runtime.trainer_timeout_s = 3 s"
     assert f"reference worker sent no heartbeat for more than {limit}" in ended.out
     assert summary(run.out)["trained_groups"] == 12
+
+
+def test_a_policy_learns_from_a_teacher_whose_worker_and_an_engine_crash(
+    start_run: StartRun, tmp_path: Path
+) -> None:
+    """The teacher writes sevens. Its reverse KL falls, although no reward counts."""
+    config = write_task(tmp_path)
+    rows = [{"prompt": f"{number}:", "response": "7" * 12} for number in range(10, 17)]
+    (tmp_path / "sevens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ("--model", tmp_path / "start", "--out", tmp_path / "teacher", "--epochs", "60")
+    options = ("--batch-size", "7", "--lr", "0.02")
+    assert dora("sft", tmp_path / "sevens.jsonl", *given, *options).code == 0
+    run = start_run(
+        config,
+        run__steps=30,
+        distillation__teachers=f"['{tmp_path / 'teacher'}']",
+        sampling__group_size=4,
+        trainer__batch_size=4,
+        trainer__lr=0.03,
+        trainer__warmup_steps=1,
+    )
+    run.wait_for_steps(2)
+    workers = run.workers()
+    workers[ENGINE].kill()
+    workers[REFERENCE].kill()
+    ended = run.end()
+    assert ended.code == 0, ended
+    kl = [line["distillation/reverse_kl"] for line in metrics(run.out)]
+    assert sum(kl[-5:]) < sum(kl[:5]) / 2
+    assert dora("audit", run.out, "--deep", "4").code == 0
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(start_run: StartRun, tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher"
+    save_pretrained(teacher, MODEL, initial_weights(MODEL, seed=1))
+    save_character_tokenizer(teacher, CHARACTERS[::-1])
+    ended = dora("train", write_task(tmp_path), "--set", f"distillation.teachers=['{teacher}']")
+    assert ended.code == 2
+    assert "has another vocabulary than model.path; name a model of the same tokenizer" in ended.err

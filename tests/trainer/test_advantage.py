@@ -136,3 +136,8 @@ def test_rewards_out_of_range_are_invalid() -> None:
     for reward in (1e200, -1e7, float("inf"), float("nan")):
         reason = f"reward {reward:g} must be between -1e+06 and 1e+06"
         assert invalid_rewards_reason([1.0, reward]) == reason
+
+
+def test_the_advantage_of_a_token_under_teachers_is_their_logprob_less_the_policys() -> None:
+    settings = AdvantageSettings(teacher_coef=0.5, reward_coef=2.0)
+    assert settings.with_teachers(3.0, [-1.0, -2.0], [-3.0, -1.0]) == [-1.0 + 6.0, 0.5 + 6.0]

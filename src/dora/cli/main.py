@@ -186,6 +186,47 @@ def init_model(
 
 
 @app.command(rich_help_panel=TOOLS)
+def sft(
+    data: Annotated[
+        Path,
+        typer.Argument(metavar="DATA", help="A .jsonl or .parquet file, or a folder that datasets reads."),
+    ],
+    model: Annotated[
+        Path, typer.Option(metavar="DIR", help="Hugging Face folder of the model to start from.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for the trained model.")],
+    prompt_key: Annotated[
+        str, typer.Option(metavar="NAME", help="Column with the prompt, text or messages.")
+    ] = "prompt",
+    response_key: Annotated[
+        str, typer.Option(metavar="NAME", help="Column with the response, text.")
+    ] = "response",
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Format prompts with the model's chat template.")
+    ] = False,
+    epochs: Annotated[float, typer.Option(min=0.0, help="Passes over the rows.")] = 1.0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 32,
+    held_out: Annotated[
+        int, typer.Option(min=0, help="Last rows, whose loss is measured before and after.")
+    ] = 0,
+    lr: Annotated[float, typer.Option(help="Learning rate, which decays linearly to 0.")] = 1e-4,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps in which the learning rate rises.")] = 10,
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda or cuda:N.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Seed of the order of the rows.")] = 0,
+) -> None:
+    """Fine-tune a model on responses, as a warm start for `dora train`."""
+    from dora.cli.sft import run_sft
+
+    summary = run_sft(
+        data, model, out, typer.echo,
+        prompt_key=prompt_key, response_key=response_key, is_chat=chat, num_epochs=epochs,
+        batch_size=batch_size, num_held_out=held_out, lr=lr, warmup_steps=warmup_steps, device=device,
+        seed=seed,
+    )  # fmt: skip
+    typer.echo(summary)
+
+
+@app.command(rich_help_panel=TOOLS)
 def doctor() -> None:
     """Print versions, devices, and the kernels that engines run."""
     from dora.cli import tools

@@ -36,7 +36,10 @@ BUILT_IN = {
     "reward": (SERVICE,),
     "engine": ("vllm", "vllm-lora", "sglang"),
 }  # values that are neither paths nor classes
-HUB_KINDS = {"model.path": "model", "critic.path": "model", "data.path": "dataset", "eval.path": "dataset"}
+HUB_KINDS = {
+    **dict.fromkeys(("model.path", "critic.path", "distillation.teachers"), "model"),
+    **dict.fromkeys(("data.path", "eval.path"), "dataset"),
+}
 POLICY_KEYS = ("max_staleness", "batches_per_version", "ablations")  # they belong to one update policy
 
 
@@ -284,6 +287,10 @@ def _resolve_paths(config: Config, folder_of: Callable[[str], Path]) -> Config:
         built_in = BUILT_IN.get(section, ())
         if value not in (None, *built_in):
             changes[section][key] = _existing_path(name, value, folder_of(name), built_in)
+    key, teachers = "distillation.teachers", config.distillation
+    changes["distillation"]["teachers"] = teachers.servers + [
+        _existing_path(key, folder, folder_of(key)) for folder in teachers.folders
+    ]
     if config.engine.options is not None:
         changes["engine"]["options"] = _resolve_python(config.engine.options, folder_of("engine.options"))
     update: dict[str, Any] = {

@@ -322,6 +322,40 @@ class CorrectionSection(Section):
     )
 
 
+class DistillationSection(Section):
+    """On-policy distillation: teachers score each token of the policy's own responses (arXiv 2306.13649)."""
+
+    teachers: list[str] = Field(
+        default=[],
+        description="Model folders, or URLs of OpenAI-compatible servers that return log-probs of prompts "
+        "(list). Several teachers: the mean of their log-probs. Empty: no distillation.",
+    )
+    coef: float = Field(
+        default=1.0,
+        gt=0,
+        description="Weight of log teacher - log policy, the advantage of each token (per nat).",
+    )
+    reward_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the advantage from rewards, which is added to it (no unit). 0: rewards are "
+        "only measured.",
+    )
+    timeout_s: float = Field(
+        default=60.0, gt=0, description="Time limit of a request to a teacher's server, retries included (s)."
+    )
+
+    @property
+    def servers(self) -> list[str]:
+        """The teachers that are URLs."""
+        return [teacher for teacher in self.teachers if teacher.startswith(("http://", "https://"))]
+
+    @property
+    def folders(self) -> list[str]:
+        """The other teachers."""
+        return [teacher for teacher in self.teachers if teacher not in self.servers]
+
+
 class CriticSection(Section):
     """The critic of adv_estimator = gae, which predicts the value of every token."""
 
@@ -856,6 +890,7 @@ class Config(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     correction: CorrectionSection = CorrectionSection()
     critic: CriticSection = CriticSection()
+    distillation: DistillationSection = DistillationSection()
     trainer: TrainerSection
     engine: EngineSection = EngineSection()
     fleet: list[FleetSection] = Field(default=[])
@@ -1003,6 +1038,12 @@ class Config(Section):
         return section | {task.name: task.weight for task in self.reward_task}
 
     @property
+    def aux_workers(self) -> set[AuxWorker]:
+        """trainer.aux_workers; with teachers also the one that asks them, in place of a reference policy."""
+        asks_teachers: set[AuxWorker] = {"reference"} if self.distillation.teachers else set()
+        return {*self.trainer.aux_workers} | asks_teachers
+
+    @property
     def advantage_settings(self) -> AdvantageSettings:
         """How rewards become advantages."""
         algorithm = self.algorithm
@@ -1012,6 +1053,8 @@ class Config(Section):
             algorithm.overlong_buffer_tokens,
             algorithm.overlong_penalty,
             is_paired=algorithm.policy_loss == "online_dpo",
+            teacher_coef=self.distillation.coef if self.distillation.teachers else 0.0,
+            reward_coef=self.distillation.reward_coef if self.distillation.teachers else 1.0,
         )
 
     @property

@@ -35,6 +35,7 @@ def check(config: Config) -> None:
     _check_ranks(config)
     _check_trainer_backend(config)
     _check_aux_workers(config)
+    _check_distillation(config)
     _check_external_rewards(config)
     _check_external_trainer(config)
     _check_algorithm(config)
@@ -367,6 +368,29 @@ def _check_aux_workers(config: Config) -> None:
         )
 
 
+def _check_distillation(config: Config) -> None:
+    """The advantages of teachers take the place of a reference policy."""
+    if not config.distillation.teachers:
+        return
+    algorithm, temperature = config.algorithm, config.sampling.temperature
+    rewards_count = config.distillation.reward_coef > 0
+    conflicts = {
+        "algorithm.kl_loss_coef: they take the place of the initial policy": algorithm.kl_loss_coef > 0,
+        "algorithm.policy_loss = online_dpo: it compares whole responses": _compares_pairs(config),
+        "algorithm.adv_estimator = gae: the critic predicts rewards": _uses_critic(config),
+        "algorithm.filter_groups = true and reward_coef = 0: groups of equal rewards train as well": (
+            algorithm.filter_groups and not rewards_count
+        ),
+        "trainer.backend: only DORA-RL's own trainer supports it": config.trainer.backend is not None,
+        'service.trainer = "external": it computes its own loss': config.service.trainer == "external",
+        f"sampling.temperature = {temperature}: servers score with temperature 1": (
+            temperature != 1.0 and bool(config.distillation.servers)
+        ),
+    }
+    for conflict in _true_keys(conflicts):
+        raise ConfigError(f"distillation.teachers with {conflict}; remove one of the two")
+
+
 def _check_external_rewards(config: Config) -> None:
     """A reward task of the service has no settings of local workers."""
     local = {"options", "num_workers", "micro_batch_size", "micro_batch_tokens"}
@@ -477,6 +501,7 @@ def keys_without_effect(config: Config) -> dict[str, Reasons]:
         "algorithm": _unused_in_algorithm,
         "correction": _unused_in_correction,
         "critic": _unused_in_critic,
+        "distillation": _unused_in_distillation,
         "trainer": _unused_in_trainer,
         "engine": _unused_in_engine,
         "orchestrator": _unused_in_orchestrator,
@@ -572,6 +597,14 @@ def _unused_in_critic(config: Config) -> Reasons:
     return {}
 
 
+def _unused_in_distillation(config: Config) -> Reasons:
+    if not config.distillation.teachers:
+        return dict.fromkeys(("coef", "reward_coef", "timeout_s"), "without distillation.teachers")
+    if not config.distillation.servers:
+        return {"timeout_s": "without a teacher on a server"}
+    return {}
+
+
 def _unused_in_trainer(config: Config) -> Reasons:
     unused: Reasons = {}
     if config.engine.exact_logprobs:
@@ -585,8 +618,8 @@ def _unused_in_trainer(config: Config) -> Reasons:
 
 def _unused_aux_workers(config: Config) -> Reasons:
     algorithm, workers = config.algorithm, config.trainer.aux_workers
-    if not workers:
-        return {"aux_device": "without trainer.aux_workers"}
+    if not config.aux_workers:
+        return {"aux_device": "without trainer.aux_workers or distillation.teachers"}
     reasons: dict[str, str] = {}
     if not algorithm.kl_loss_coef and not _compares_pairs(config):
         reasons["reference"] = "kl_loss_coef = 0: the loss does not use the initial policy"

@@ -44,7 +44,7 @@ class Dataset:
         self._rows = rows
         self._is_jsonl = is_jsonl
         for index, row in enumerate(rows):
-            _check_row(row, prompt_key, self._location(index))
+            _check_row(row, prompt_key, self.location(index))
 
     @classmethod
     def from_path(cls, path: Path, prompt_key: str = "prompt", split: str | None = None) -> Dataset:
@@ -86,19 +86,20 @@ class Dataset:
             try:
                 num = num_tokens(self.prompt(index))
             except DataError as error:
-                raise DataError(f"{self._location(index)}: {error}") from error
+                raise DataError(f"{self.location(index)}: {error}") from error
             if num == 0:
                 raise DataError(
-                    f"{self._location(index)}: the prompt has 0 tokens; it needs at least one, so write a "
+                    f"{self.location(index)}: the prompt has 0 tokens; it needs at least one, so write a "
                     "prompt or remove the row"
                 )
             if num > max_prompt_length:
                 raise DataError(
-                    f"{self._location(index)}: the prompt has {num} tokens; must be 1 "
+                    f"{self.location(index)}: the prompt has {num} tokens; must be 1 "
                     f"to data.max_prompt_length = {max_prompt_length}; shorten it or raise the limit"
                 )
 
-    def _location(self, index: int) -> str:
+    def location(self, index: int) -> str:
+        """A row in an error: file, and line or row."""
         return f"{self.origin}, " + (f"line {index + 1}" if self._is_jsonl else f"row {index}")
 
 

@@ -55,6 +55,12 @@ class Tokenizer:
         self.stop_ids = _stop_ids(folder, self._tokenizer)
         self.eos_id = self.stop_ids[0]
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Token -> id, added tokens included."""
+        found: dict[str, int] = self._tokenizer.get_vocab()
+        return found
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises DataError for a character that is not in the vocabulary."""
         try:

@@ -13,6 +13,7 @@ import torch
 from dora.engine.cuda_graphs import MAX_GRAPHS
 from dora.engine.kernels.workspace import MAX_PADDING, PARTITION
 from dora.errors import ConfigError
+from dora.model.pretrained import check_pretrained
 from dora.model.weights import WeightLayout
 from dora.runtime.process.resources import is_gpu
 from dora.runtime.run_setup import RunSetup
@@ -216,7 +217,11 @@ def aux_worker_bytes(setup: RunSetup) -> int:
     copy = 2 if setup.config.trainer.dtype == "bfloat16" else 0
     num_frozen = len({"reference", "proximal"} & {*setup.aux_columns})
     num_critic = setup.num_critic_parameters if "values" in setup.aux_columns else 0
-    return (copy or _WEIGHT) * num_frozen * setup.num_parameters + (_WITH_GRADIENT + copy) * num_critic
+    num_frozen_parameters = num_frozen * setup.num_parameters
+    if (distillation := setup.config.distillation).teachers:  # in place of the initial policy
+        num_frozen_parameters += sum(check_pretrained(Path(folder)) for folder in distillation.folders)
+        num_frozen_parameters -= setup.num_parameters
+    return (copy or _WEIGHT) * num_frozen_parameters + (_WITH_GRADIENT + copy) * num_critic
 
 
 def _snapshot_bytes(setup: RunSetup) -> int:

@@ -32,7 +32,7 @@ from dora.metrics.writer import check_trackers
 from dora.model.config import ModelConfig
 from dora.model.pretrained import check_pretrained, load_config
 from dora.runtime.process import launcher
-from dora.runtime.process.messages import CriticSpec, EngineSpec, TrainerSpec
+from dora.runtime.process.messages import CriticSpec, EngineSpec, TeacherSpec, TrainerSpec
 from dora.runtime.process.resources import DeviceAssignment, is_gpu
 from dora.stream.storage import SEGMENT_BYTES
 from dora.text import plural, size
@@ -77,6 +77,19 @@ def check_critic(config: Config, policy: ModelConfig) -> None:
             f"critic.path = {config.critic.path!r} has vocab_size {critic.vocab_size} and "
             f"{critic.max_position_embeddings} positions, but needs {policy.vocab_size} and at least "
             f"{config.max_sequence_length}; use a model of the policy's family, or remove critic.path"
+        )
+
+
+def check_teacher(config: Config, teacher: str, tokenizer: Tokenizer) -> None:
+    """Raises InputError for a teacher in a folder that cannot score the policy's tokens."""
+    folder, key = Path(teacher), f"distillation.teachers: {teacher}"
+    check_pretrained(folder)
+    if Tokenizer(folder).vocabulary != tokenizer.vocabulary:
+        raise ConfigError(f"{key} has another vocabulary than model.path; name a model of the same tokenizer")
+    if (positions := load_config(folder).max_position_embeddings) < config.max_sequence_length:
+        raise ConfigError(
+            f"{key} has {positions} positions, and sequences have up to {config.max_sequence_length} tokens; "
+            "lower data.max_prompt_length or sampling.max_response_length"
         )
 
 
@@ -172,6 +185,12 @@ class RunSetup:
         num_parameters = check_pretrained(folder)
         if config.critic.path is not None:
             check_critic(config, model)
+        for teacher in config.distillation.folders:
+            check_teacher(config, teacher, tokenizer)
+        if config.distillation.servers:
+            from dora.trainer.teachers import ServerTeacher
+        for server in config.distillation.servers:
+            ServerTeacher(server, config.distillation.timeout_s)
         prompts = PromptEncoder(tokenizer, template_of(config))
         training, held_out = training_prompts(config, out), held_out_prompts(config)
         setup = cls(config, out, model, num_parameters, tokenizer, prompts, training, held_out)
@@ -288,7 +307,7 @@ class RunSetup:
     @property
     def aux_columns(self) -> tuple[str, ...]:
         """Columns of the sample stream that the aux workers fill."""
-        aux_workers = self.config.trainer.aux_workers
+        aux_workers = self.config.aux_workers
         return tuple(column for name, column in AUX_WORKER_COLUMNS.items() if name in aux_workers)
 
     @property
@@ -563,9 +582,16 @@ class RunSetup:
             rank_timeout_s=max(runtime.start_timeout_s, 10 * runtime.trainer_timeout_s),
             critic=self._critic_spec if config.algorithm.adv_estimator == "gae" else None,
             columns=self.aux_columns,
+            teachers=self._teacher_spec,
             column_timeout_s=runtime.trainer_timeout_s if self.aux_columns else None,
             backend=config.trainer.backend,
         )
+
+    @property
+    def _teacher_spec(self) -> TeacherSpec | None:
+        given = self.config.distillation
+        folders = tuple(map(Path, given.folders))
+        return TeacherSpec(folders, tuple(given.servers), given.timeout_s) if given.teachers else None
 
     @cached_property
     def num_critic_parameters(self) -> int:

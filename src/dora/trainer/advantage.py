@@ -24,7 +24,8 @@ class AdvantageSettings:
 
     A response that uses the last `overlong_buffer_tokens` of `max_tokens` first loses up to
     `overlong_penalty` of its reward (DAPO's soft overlong punishment); 0 leaves the rewards alone. With
-    `is_paired`, the best response of a group has advantage 1 and the worst -1, whatever the estimator.
+    `is_paired`, the best response of a group has advantage 1 and the worst -1, whatever the estimator. With
+    teachers, `teacher_coef` > 0, each token has an advantage of its own (`with_teachers`).
     """
 
     adv_estimator: AdvEstimator = "grpo"
@@ -32,6 +33,8 @@ class AdvantageSettings:
     overlong_buffer_tokens: int = 0
     overlong_penalty: float = 1.0
     is_paired: bool = False
+    teacher_coef: float = 0.0
+    reward_coef: float = 1.0
 
     @property
     def needs_batch(self) -> bool:
@@ -58,6 +61,16 @@ class AdvantageSettings:
     ) -> list[list[float]]:
         """Rewards of a batch after the overlong penalty, group by group; a critic learns to predict these."""
         return [list(map(self._shape, *group)) for group in zip(rewards, num_tokens, strict=True)]
+
+    def with_teachers(self, advantage: float, logprobs: Rewards, teacher_logprobs: Rewards) -> list[float]:
+        """Advantages of a response's tokens: teacher_coef (log teacher - log policy) + reward_coef advantage.
+
+        `logprobs` are those of the policy that sampled, in nats. The mean of the first term over its tokens
+        is -teacher_coef KL(policy || teacher), whose gradient it estimates (on-policy distillation with the
+        reverse KL; arXiv 2306.13649, 2306.08543).
+        """
+        pairs = zip(teacher_logprobs, logprobs, strict=True)
+        return [self.teacher_coef * (theirs - own) + self.reward_coef * advantage for theirs, own in pairs]
 
     def _shape(self, reward: float, num_tokens: int) -> float:
         if not self.overlong_buffer_tokens:

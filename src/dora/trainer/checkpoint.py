@@ -64,9 +64,7 @@ def save_checkpoint(
         new_draft(folder)
     draft, old = folder.with_name(folder.name + ".draft"), folder.with_name(folder.name + ".old")
     save_pretrained(draft, config, flat.detach().cpu())
-    for name in _TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, draft / name)
+    copy_tokenizer(source, draft)
     for name, content in (extra_files or {}).items():
         (draft / name).parent.mkdir(exist_ok=True)
         if isinstance(content, Path):
@@ -87,6 +85,13 @@ def save_checkpoint(
     if fsync:
         _fsync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the tokenizer's files from one model folder to another."""
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def load_checkpoint(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
@@ -36,16 +37,31 @@ def train_sft(
     optimizer = FlatAdamW(WeightLayout(config), flat, weight_decay=0.0, betas=(0.9, 0.99))
     policy = Policy(config, optimizer.weights)
     for step, batch in enumerate(islice(batches, num_steps)):
-        prompts, responses = [example[0] for example in batch], [example[1] for example in batch]
-        masks = [example[2] if len(example) == 3 else [1] * len(example[1]) for example in batch]
-        num_tokens = sum(map(sum, masks))
-        lengths = [len(prompt) + len(response) for prompt, response, *_ in batch]
         total = 0.0
-        for members in balanced_micro_batches(prompts, lengths, micro_batch_tokens):
-            own = [[column[i] for i in members] for column in (prompts, responses, masks)]
-            packed = pack(own[0], own[1], flat.device, masks=own[2])
-            loss = -policy.logprobs(packed)[0].sum() / num_tokens
+        for loss in _losses(policy, batch, micro_batch_tokens):
             torch.autograd.backward(loss)
             total += loss.item()
         optimizer.step(learning_rate(lr, step, warmup_steps, num_steps, "linear"), max_grad_norm=1.0)
         yield total
+
+
+def mean_loss(
+    config: ModelConfig, flat: Tensor, examples: Sequence[SftExample], micro_batch_tokens: int
+) -> float:
+    """The loss of the weights `flat` on examples (nats per token); nan without examples."""
+    policy = Policy(config, WeightLayout(config).views(flat))
+    with torch.no_grad():
+        losses = [loss.item() for loss in _losses(policy, examples, micro_batch_tokens)]
+    return math.fsum(losses) if examples else math.nan
+
+
+def _losses(policy: Policy, batch: Sequence[SftExample], micro_batch_tokens: int) -> Iterator[Tensor]:
+    """The loss of each micro-batch; their sum is the mean over the batch's tokens of the loss."""
+    prompts, responses = [example[0] for example in batch], [example[1] for example in batch]
+    masks = [example[2] if len(example) == 3 else [1] * len(example[1]) for example in batch]
+    num_tokens = sum(map(sum, masks))
+    lengths = [len(prompt) + len(response) for prompt, response, *_ in batch]
+    for members in balanced_micro_batches(prompts, lengths, micro_batch_tokens):
+        own = [[column[i] for i in members] for column in (prompts, responses, masks)]
+        packed = pack(own[0], own[1], policy.device, masks=own[2])
+        yield -policy.logprobs(packed)[0].sum() / num_tokens

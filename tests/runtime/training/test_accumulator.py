@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from tests.runtime.tiny import MODEL
 
 from dora.core.types import Branch, GroupId
@@ -49,13 +50,16 @@ class Reader:
     def __init__(self) -> None:
         self.broken: set[GroupId] = set()
         self.read: list[GroupId] = []
+        self.reference: Callable[[int], NDArray[np.float32]] | None = None  # of as many tokens
 
     def __call__(self, group: GroupId) -> list[StoredSample]:
         if group in self.broken:
             self.broken.remove(group)
             raise OSError("cannot read the group")
         self.read.append(group)
-        return stored(group)
+        if self.reference is None:
+            return stored(group)
+        return [s._replace(reference=self.reference(len(s.token_ids))) for s in stored(group)]
 
 
 class AccumulatingTrainer:
@@ -269,3 +273,16 @@ def test_each_sequence_of_an_episode_with_branches_is_a_sample() -> None:
         ([1, 2, 5, 3, 7], [9], [-9], [9]),
     ]
     assert {(s.advantage, s.loss_mask, s.stream_index) for s in samples} == {(2.0, None, None)}
+
+
+def test_teachers_give_each_token_an_advantage(expected: torch.Tensor) -> None:
+    """The reference column has their log-probs: 1 nat above the policy's, then 2 and more."""
+    worker = AccumulatingTrainer(AdvantageSettings(teacher_coef=0.5, reward_coef=2.0))
+    worker.reader.reference = lambda num: np.arange(num, dtype=np.float32) - 2.5
+    worker.accumulator.start_step(0)
+    metrics = worker.accumulator.train(0, FIRST)
+    assert metrics["distillation/reverse_kl"] == pytest.approx(-(1 + 2 + 3 + 1 + 2 + 3 + 4 + 5) / 8)
+    worker.reader.reference = lambda num: np.full(num, -3.5, np.float32)
+    worker.accumulator.start_step(1)
+    assert worker.accumulator.train(1, SECOND)["distillation/reverse_kl"] == 0.0
+    assert not torch.equal(worker.trainer.flat, expected)

@@ -78,6 +78,15 @@ class CriticSpec:
 
 
 @dataclass(frozen=True)
+class TeacherSpec:
+    """Teachers of a distillation: model folders, and URLs of servers with the time limit of a request."""
+
+    folders: tuple[Path, ...]
+    servers: tuple[str, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True)
 class TrainerSpec:
     """One rank of the trainer, which starts with `checkpoint`, else with `continued`, else with `model`.
 
@@ -104,6 +113,7 @@ class TrainerSpec:
     rank_timeout_s: float = 600.0  # for the other ranks
     critic: CriticSpec | None = None
     columns: tuple[str, ...] = ()  # those that auxiliary workers fill
+    teachers: TeacherSpec | None = None  # whose log-probs are the column "reference"
     column_timeout_s: float | None = None  # for one group's columns
     backend: str | None = None  # None: DORA-RL's own trainer
 

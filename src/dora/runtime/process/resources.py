@@ -55,7 +55,7 @@ def run_resources(config: Config) -> list[ProcessResources]:
     memory with the storage: both run on the driver's node.
     """
     cluster, trainer = config.ray, config.trainer
-    num_trainers = trainer.num_ranks + len({*trainer.aux_workers})
+    num_trainers = trainer.num_ranks + len(config.aux_workers)
     of_trainer = ProcessResources(
         "trainer", cluster.trainer_cpus, float(is_gpu(trainer.device)), on_driver_node=True
     )

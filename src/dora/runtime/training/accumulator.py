@@ -6,6 +6,7 @@ order only. A repeated step therefore gives the same bits, however many of its g
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -44,6 +45,7 @@ class Accumulator:
         self._advantage_settings, self._streams_gradients = advantage_settings, streams_gradients
         self._compute_advantages = compute_advantages
         self._step: int | None = None  # the current step; None until the version it starts from is published
+        self._teacher_kls: list[float] = []  # log policy - log teacher of each token of this step
         self._committed: dict[int, list[GroupId]] = defaultdict(list)  # by step, in order of commitment
         self._added: list[GroupId] = []  # groups of `_step` that the trainer has
 
@@ -94,13 +96,16 @@ class Accumulator:
             raise
         finally:
             self._step = None
-        self._added = []
+        metrics |= {"actor/num_tokens_early": float(num_early)}
+        if self._teacher_kls:
+            metrics["distillation/reverse_kl"] = math.fsum(self._teacher_kls) / len(self._teacher_kls)
+        self._added, self._teacher_kls = [], []
         self._committed.pop(step, None)
-        return metrics | {"actor/num_tokens_early": float(num_early)}
+        return metrics
 
     def _discard(self) -> None:
         self._trainer.discard_batch()
-        self._added = []
+        self._added, self._teacher_kls = [], []
 
     def _add_group(self, step: int, group: GroupId) -> None:
         self._trainer.add_samples(
@@ -132,7 +137,20 @@ class Accumulator:
     def _samples(self, step: int, stored: StoredSample, advantage: float | None) -> list[Sample]:
         assert advantage is not None
         is_comparable = self._weight_digest(stored.version) == stored.weight_digest
-        return to_samples(stored, advantage, step - stored.version, is_comparable)
+        samples = to_samples(stored, advantage, step - stored.version, is_comparable)
+        return [self._with_teachers(s, advantage) for s in samples] if self._has_teachers else samples
+
+    @property
+    def _has_teachers(self) -> bool:
+        return self._advantage_settings.teacher_coef > 0
+
+    def _with_teachers(self, sample: Sample, advantage: float) -> Sample:
+        """The reference column has the teachers' log-probs."""
+        theirs = sample.reference_logprobs
+        assert theirs is not None
+        self._teacher_kls += [own - other for own, other in zip(sample.logprobs, theirs, strict=True)]
+        advantages = self._advantage_settings.with_teachers(advantage, sample.logprobs, theirs)
+        return replace(sample, advantage=advantages)
 
 
 def to_samples(

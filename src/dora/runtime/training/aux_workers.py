@@ -1,8 +1,8 @@
 """Auxiliary workers of a trainer: each computes one column of the samples committed to a training step.
 
-`reference`: log-probs of the policy that the loss is regularised towards. `proximal`: log-probs of the policy
-before the step. `values`: predictions of a critic, which is also updated here. Each group is computed by
-itself, so that its bits depend on the weights only. `aux_pool` is the driver's side.
+`reference`: log-probs of the policy that the loss is regularised towards, or of teachers. `proximal`:
+log-probs of the policy before the step. `values`: predictions of a critic, which is also updated here. Each
+group is computed by itself, so that its bits depend on the weights only. `aux_pool` is the driver's side.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from dora.runtime.process.messages import (
     ColumnFilled,
     CriticUpdated,
     SaveCheckpoint,
+    TeacherSpec,
     TrainerSpec,
     TrainStep,
     WeightsPublished,
@@ -46,7 +47,8 @@ from dora.trainer.continuation import load_start
 from dora.trainer.critic import Critic, initial_critic_weights
 from dora.trainer.learner import ComputeLogprobs
 from dora.trainer.logprobs import GroupLogprobs
-from dora.trainer.settings import Sample
+from dora.trainer.settings import Sample, TrainerSettings
+from dora.trainer.teachers import ServerTeacher, Teacher, Teachers
 from dora.weights.store import WeightStore
 
 Rows = Sequence[NDArray[np.float32]]  # [tokens] of each sample of a group
@@ -101,7 +103,7 @@ class LogprobWorker:
     def __init__(
         self,
         groups: GroupStream,
-        logprobs: GroupLogprobs,
+        logprobs: GroupLogprobs | Teachers,
         fetch_version: Callable[[int], Tensor | None] | None = None,
     ) -> None:
         """`fetch_version` gives the weights that a step starts from, or None if that step is over.
@@ -124,6 +126,7 @@ class LogprobWorker:
                 self._columns.commit(step, group)
             case WeightsPublished(version) if self._fetch_version is not None:
                 if (flat := self._fetch_version(version)) is not None:
+                    assert isinstance(self._logprobs, GroupLogprobs)
                     self._logprobs.load_weights(flat)
                     self._columns.start_step(version)
         return None
@@ -251,9 +254,11 @@ def _make_worker(spec: AuxWorkerSpec, groups: GroupStream) -> AuxWorker:
         )
     config, start = load_pretrained(trainer.model)
     if spec.column == "reference":
-        logprobs = GroupLogprobs(config, trainer.settings, device)
-        logprobs.load_weights(start)
-        return LogprobWorker(groups, logprobs)
+        if trainer.teachers is not None:
+            return LogprobWorker(groups, _make_teachers(trainer.teachers, trainer.settings, device))
+        reference = GroupLogprobs(config, trainer.settings, device)
+        reference.load_weights(start)
+        return LogprobWorker(groups, reference)
     logprobs = GroupLogprobs(config, trainer.settings, device, make_exact_logprobs(trainer, config))
     published, replayed = WeightStore(trainer.weights, trainer.published_dtype), replay_store(trainer)
 
@@ -263,6 +268,15 @@ def _make_worker(spec: AuxWorkerSpec, groups: GroupStream) -> AuxWorker:
         return published.fetch_if_stored(version) if redone is None else redone
 
     return LogprobWorker(groups, logprobs, fetch_version)
+
+
+def _make_teachers(spec: TeacherSpec, settings: TrainerSettings, device: str) -> Teachers:
+    teachers: list[Teacher] = [ServerTeacher(server, spec.timeout_s) for server in spec.servers]
+    for folder in spec.folders:
+        config, flat = load_pretrained(folder)
+        teachers.append(own := GroupLogprobs(config, settings, device))
+        own.load_weights(flat)
+    return Teachers(teachers)
 
 
 def replay_store(spec: TrainerSpec, shapes: Shapes | None = None) -> WeightStore | None:
