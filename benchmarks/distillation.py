@@ -1,11 +1,11 @@
 """On-policy distillation beside GRPO: after how many samples the demo's policy is as accurate as asked.
 
-The teacher is the demo's own policy after a whole GRPO run. Then policies start from the demo's model, with the
-same prompts, batches and learning rate: `grpo` learns from rewards, `distillation` from the teacher's log-probs
-alone, `both` from their sum. `samples_to_SHARE` is the number of trained samples until the sampled accuracy on
-held-out prompts has gone SHARE of the way from the initial policy's to the teacher's, in the first of the
-evaluations, every 10 steps; none: not reached. `accuracy` is that after the last step. Methods and seeds take
-turns. --quick runs one seed and few steps, too few to learn.
+The teacher is the demo's own policy after a whole GRPO run. Then policies start from the demo's model, with
+the same prompts, batches and learning rate: `grpo` learns from rewards, `distillation` from the teacher's
+log-probs alone, `both` from their sum. `samples_to_SHARE` is the number of trained samples until the sampled
+accuracy on held-out prompts has gone SHARE of the way from the initial policy's to the teacher's, at one of
+the evaluations, every 10 steps; none: not reached. `accuracy` is that after the last step. Methods and seeds
+take turns. --quick runs one seed and few steps, too few to learn.
 
     python benchmarks/distillation.py [--quick] [--json FILE]
 """
@@ -47,10 +47,8 @@ def main() -> None:
     seeds, num_steps = (SEEDS[:1], 6) if options.quick else (SEEDS, NUM_STEPS)
     with tempfile.TemporaryDirectory() as name:
         folder, teacher_steps = Path(name), 6 if options.quick else 400
-        before, after = (
-            accuracy
-            for _, accuracy in (curve := train(folder / "teacher", 9, teacher_steps, ()))[:: len(curve) - 1]
-        )
+        curve = train(folder / "teacher", 9, teacher_steps, ())
+        before, after = curve[0][1], curve[-1][1]
         teacher = f"distillation.teachers=['{folder}/teacher/checkpoints/step-{teacher_steps}']"
         methods = {"grpo": (), "distillation": (teacher,), "both": (teacher, "distillation.reward_coef=1.0")}
         rows: list[Row] = []
@@ -67,7 +65,7 @@ def main() -> None:
 
 
 def ratios_of(rows: list[Row]) -> dict[str, float]:
-    """The samples of GRPO over those of distillation, medians over seeds, for shares that all runs reached."""
+    """GRPO's samples over those of distillation, medians of the seeds, for shares that all runs reached."""
     ratios = {}
     for share in SHARES:
         key = f"samples_to_{share:g}"
