@@ -7,6 +7,7 @@ misspelt key is the nearest valid one; for a renamed key, or a key of another tr
 from __future__ import annotations
 
 import codecs
+import copy
 import difflib
 import os
 import tomllib
@@ -58,9 +59,19 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     those of the file are relative to its folder, those of overrides to the working directory. Raises
     ConfigError.
     """
-    tables = _read_tables(path)
+    return _resolve(_read_tables(path), [_parse_override(given) for given in overrides], path, path.parent)
+
+
+def make_config(tables: Mapping[str, Any]) -> Config:
+    """The configuration in tables like those of a file; paths are relative to the working directory.
+
+    Raises ConfigError.
+    """
+    return _resolve(copy.deepcopy(dict(tables)), [], "the configuration", Path())
+
+
+def _resolve(tables: dict[str, Any], changes: Sequence[Override], name: Path | str, folder: Path) -> Config:
     _check_old_names(tables)
-    changes = [_parse_override(override) for override in overrides]
     _drop_policy_keys(tables, changes)
     if Override("runtime", "kind", "local") in changes:
         tables.pop("ray", None)  # the [ray] of the file describes a cluster that the override leaves unused
@@ -70,9 +81,9 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         config = parse_config(tables)
     except ValidationError as error:
         problems = [_explain(details) for details in error.errors()]
-        raise ConfigError("\n".join([f"{path} with its overrides:", *problems])) from error
-    folder, overridden = path.resolve().parent, {f"{change.section}.{change.key}" for change in changes}
-    return _resolve_paths(config, lambda key: Path.cwd() if key in overridden else folder)
+        raise ConfigError("\n".join([f"{name} with its overrides:", *problems])) from error
+    base, overridden = folder.resolve(), {f"{change.section}.{change.key}" for change in changes}
+    return _resolve_paths(config, lambda key: Path.cwd() if key in overridden else base)
 
 
 def parse_config(tables: Mapping[str, Any]) -> Config:

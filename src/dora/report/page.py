@@ -21,6 +21,13 @@ REPORT_FILE = "report.html"
 
 def main(runs: Sequence[Path], out: Path | None, num_samples: int = NUM_SAMPLES) -> int:
     """Write the report of runs and print its path. Raises InputError for a missing run or a bad `out`."""
+    path = write_report(runs, out, num_samples)
+    print(f"{path}  {path.stat().st_size / 1e6:.1f} MB, opens in any browser, needs no network")
+    return 0
+
+
+def write_report(runs: Sequence[Path], out: Path | None, num_samples: int = NUM_SAMPLES) -> Path:
+    """Write the report of runs, by default into the first one; returns its path. Raises as `main`."""
     text = render_page([run_data(run, num_samples) for run in runs])
     path = out or runs[0] / REPORT_FILE
     try:
@@ -28,8 +35,7 @@ def main(runs: Sequence[Path], out: Path | None, num_samples: int = NUM_SAMPLES)
         write_text_atomically(path, text)
     except OSError as error:
         raise InputError(f"{path} cannot be written ({error.strerror}): name a file with --out") from error
-    print(f"{path}  {len(text.encode()) / 1e6:.1f} MB, opens in any browser, needs no network")
-    return 0
+    return path
 
 
 def render_page(runs: Sequence[JsonObject], live: bool = False) -> str:

@@ -244,12 +244,25 @@ def print_samples(run: Path, name: str | None, last: int | None, *, as_jsonl: bo
     decode = find_decoder(run, read_config(run))
     for group_id in wanted:
         (group,) = read_texts(run, {group_id: ()}, decode, is_cut=False)
-        if group["step"] is not None:
-            group["step"] += 1  # commands count finished steps
+        group = _count_steps(group)
         if request is not None and len(request) == 3:
             group["responses"] = [r for r in group["responses"] if r["sibling"] == request[2]]
         print("\n".join(_jsonl(group) if as_jsonl else _paragraphs(group)))
     return 0
+
+
+def read_responses(run: Path, last: int | None) -> list[dict[str, Any]]:
+    """The objects that `dora samples --jsonl` prints, of the `last` groups; None: all. Raises InputError."""
+    groups = sorted(read_groups(run), key=_order)[-last if last else 0 :]
+    texts = read_texts(
+        run, {group.id: () for group in groups}, find_decoder(run, read_config(run)), is_cut=False
+    )
+    return [response for group in texts for response in _responses(_count_steps(group))]
+
+
+def _count_steps(group: dict[str, Any]) -> dict[str, Any]:
+    """Commands count finished steps."""
+    return group if group["step"] is None else group | {"step": group["step"] + 1}
 
 
 def print_response(run: Path, name: str) -> None:
@@ -273,6 +286,10 @@ def _parse_name(name: str, groups: Sequence[StoredGroup]) -> tuple[int, ...]:
 
 
 def _jsonl(group: Mapping[str, Any]) -> Iterator[str]:
+    return (json.dumps(response, ensure_ascii=False) for response in _responses(group))
+
+
+def _responses(group: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     shared = {key: group[key] for key in ("group", "step", "state", "prompt")}
     prompt_turns = [{"role": role, "text": text} for role, text in split_turns(group["prompt"])]
     for response in group["responses"]:
@@ -280,7 +297,7 @@ def _jsonl(group: Mapping[str, Any]) -> Iterator[str]:
         turns = [{"role": _role(is_model), "text": part} for part, is_model in response["parts"]]
         own = {key: value for key, value in response.items() if key != "parts"}
         own |= {"prompt_turns": prompt_turns, "response": text, "turns": turns}
-        yield json.dumps({**shared, **own}, ensure_ascii=False)
+        yield {**shared, **own}
 
 
 def _paragraphs(group: Mapping[str, Any]) -> Iterator[str]:
