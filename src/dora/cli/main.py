@@ -138,6 +138,16 @@ def generate(
     typer.echo(responses)
 
 
+@app.command(rich_help_panel=TOOLS)
+def examples(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder.")] = Path("examples"),
+) -> None:
+    """Copy the examples, with their models and data, into a new folder."""
+    from dora.cli import tools
+
+    typer.echo(tools.copy_examples(folder))
+
+
 @app.command("init-model", rich_help_panel=TOOLS)
 def init_model(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder for the model.")],

@@ -136,6 +136,20 @@ def _response(completion: Completion, tokenizer: Tokenizer) -> GeneratedResponse
     )
 
 
+def copy_examples(folder: Path) -> str:
+    """Copy the examples of the package; returns what to do with them. Raises InputError."""
+    if folder.exists():
+        raise InputError(f"{folder} exists; name a new folder for the examples")
+    source = Path(dora.__file__).parent / "examples"
+    try:
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written: {error}; name another folder") from error
+    configs = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.toml"))
+    lines = [f"{plural(len(configs), 'configuration')} in {folder}: {', '.join(configs)}"]
+    return "\n".join([*lines, f"start with: dora train {folder / 'gcd.toml'}"])
+
+
 def init_model(
     folder: Path,
     family: str,
