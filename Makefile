@@ -3,6 +3,7 @@
 # make test-vllm VLLM_PYTHON=python   install, and run what needs vLLM, which that interpreter has
 # make test-sglang SGLANG_PYTHON=python   the same for SGLang
 # make test-agents   install agent frameworks in an environment of their own, and run their episodes
+# make test-loaders  install lm-eval and PEFT in an environment of their own, and load a checkpoint with them
 # make dash   install, and look at the newest run, or at RUN=DIR
 # make docs   install what makes the site, and write it to build/site
 # PYTHON=python3.12 names the interpreter, TORCH_INDEX=URL the index torch is taken from,
@@ -14,6 +15,7 @@ TORCH_INDEX ?=
 CONSTRAINTS ?= constraints-cpu.txt
 AGENT_FRAMEWORKS := litellm==1.110.2 openai-agents==0.24.0 smolagents[openai]==1.26.0 mini-swe-agent==2.4.6 \
   verifiers==0.3.1
+LOADERS := lm-eval==0.4.13 peft==0.21.2 accelerate==1.15.0
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 BIN := $(VENV)/bin
@@ -23,7 +25,7 @@ export OMP_NUM_THREADS := 1
 # Hundreds of processes import the same modules: compile each once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-agents test-vllm test-sglang dash docs
+.PHONY: demo test test-agents test-loaders test-vllm test-sglang dash docs
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -38,6 +40,9 @@ test: $(VENV)/.installed-dev
 
 test-agents: $(VENV)/.installed-dev $(VENV)-agents/.installed
 	AGENTS_PYTHON=$(abspath $(VENV)-agents)/bin/python $(BIN)/pytest -m agents -rs
+
+test-loaders: $(VENV)/.installed-dev $(VENV)-loaders/.installed
+	LOADERS_PYTHON=$(abspath $(VENV)-loaders)/bin/python $(BIN)/pytest -m loaders -rs
 
 test-vllm: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/vllm_fleet.py --quick --vllm-python $(VLLM_PYTHON)
@@ -72,6 +77,11 @@ $(VENV)/.installed-dev: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 $(VENV)-agents/.installed: Makefile
 	$(PYTHON) -m venv $(VENV)-agents
 	$(VENV)-agents/bin/python -m pip install --quiet $(AGENT_FRAMEWORKS)
+	@touch $@
+
+$(VENV)-loaders/.installed: Makefile $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)-loaders
+	$(VENV)-loaders/bin/python -m pip install --quiet -c $(CONSTRAINTS) $(LOADERS)
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.created pyproject.toml $(CONSTRAINTS)

@@ -6,6 +6,7 @@ A checkpoint that cannot be written does not end the run, because the earlier on
 from __future__ import annotations
 
 import shutil
+import tomllib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def write_checkpoint(request: SaveCheckpoint, model: Path, trainer: TrainerState
 
     path = request.folder / f"step-{trainer.step}"
     try:
-        files = trainer.finish(trainer.state) | {SNAPSHOT_FILE: request.core}
+        files = trainer.finish(trainer.state) | {SNAPSHOT_FILE: request.core} | _card(request, trainer)
         files |= {f"{VERSIONS_FOLDER}/{file.name}": file for file in request.versions.iterdir()}
         save_checkpoint(
             path,
@@ -101,6 +102,18 @@ def write_checkpoint(request: SaveCheckpoint, model: Path, trainer: TrainerState
         return _failed(request, trainer.step, error)
     shutil.rmtree(request.versions, ignore_errors=True)
     return CheckpointSaved(path)
+
+
+def _card(request: SaveCheckpoint, trainer: TrainerState) -> ExtraFiles:
+    """The model card, if the folder of the run has its configuration."""
+    from dora import __version__
+    from dora.trainer.model_card import model_card
+
+    path = request.folder.parent / "config.toml"
+    if not path.exists():
+        return {}
+    config = tomllib.loads(path.read_text(encoding="utf-8"))
+    return {"README.md": model_card(config, trainer.step, __version__)}
 
 
 def _failed(request: SaveCheckpoint, step: int, error: Exception) -> CheckpointFailed:

@@ -1,0 +1,40 @@
+"""The card of a checkpoint."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from dora.config.load import read_config
+from dora.config.toml import to_toml
+from dora.trainer.model_card import model_card
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def card(config: str, *overrides: str) -> str:
+    return model_card(tomllib.loads(to_toml(read_config(EXAMPLES / config, overrides))), 1200, "1.2")
+
+
+def test_it_says_what_trained_the_model_and_no_path_of_the_machine() -> None:
+    text = card("gcd.toml", "trainer.lora_rank=4", f"distillation.teachers=['{EXAMPLES / 'gcd-start'}']")
+    assert text.startswith("---\nlibrary_name: transformers\n")
+    assert "# gcd-start, after 1,200 steps\n" in text
+    for row in (
+        "| prompts | gcd |",
+        "| rewards | dora.rewards.gcd:reward |",
+        "| teachers | gcd-start |",
+        "| algorithm | grpo, ppo_clip, token-mean |",
+        "| steps | 1200, each of 8 groups of 8 responses |",
+        "| LoRA | rank 4 |",
+        "| policy versions | dora, staleness at most 2 |",
+    ):
+        assert row in text
+    assert "`adapter` is the adapter for PEFT." in text
+    assert str(EXAMPLES) not in text
+
+
+def test_it_names_tasks_and_environments() -> None:
+    assert "| environment | environment.py:Shop |" in card("tool_caller/environment.toml")
+    assert "bigrams.py:" in card("second_reward/second_reward.toml")
+    assert "LoRA" not in card("gcd.toml")
