@@ -31,6 +31,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "dora.atomic_file": (),
     "dora.full_disk": ("dora.text",),
     "dora.loading": ("dora.errors",),
+    "dora.openai_server": ("dora.errors",),
     "dora.auth_token": ("dora.errors",),
     "dora.curve": ("dora.auth_token",),
     "dora.config": ("dora.core.types", "dora.errors", "dora.trainer.advantage", "dora.trainer.recipe"),
@@ -40,7 +41,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "dora.weights": ("dora.core.types", "dora.errors", "dora.model"),
     "dora.stream": ("dora.core.types", "dora.errors", "dora.curve", "dora.full_disk"),
     "dora.envs": ("dora.core.types", "dora.errors", "dora.loading"),
-    "dora.rewards": ("dora.core.types", "dora.errors", "dora.loading"),
+    "dora.rewards": ("dora.core.types", "dora.errors", "dora.loading", "dora.openai_server"),
     "dora.engine": ("dora.core.types", "dora.errors", "dora.model"),
     "dora.engine.interface": (
         "dora.core.types",
@@ -56,7 +57,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "dora.model",
         "dora.weights",
     ),
-    "dora.trainer": ("dora.core.types", "dora.errors", "dora.model"),
+    "dora.trainer": ("dora.core.types", "dora.errors", "dora.model", "dora.openai_server"),
     "dora.journal": ("dora.core", "dora.errors", "dora.text"),
     "dora.audit": (
         "dora.core",

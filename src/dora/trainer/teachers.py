@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import math
-import os
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from dora.errors import ConfigError, RunError
+from dora.errors import RunError
+from dora.openai_server import OpenAIServer
 from dora.trainer.settings import Sample
-
-_RETRY_INTERVAL_S = 1.0
-_FAILURES = (OSError, http.client.HTTPException, ValueError)  # ValueError: the reply is not JSON
 
 
 class Teacher(Protocol):
@@ -44,20 +36,13 @@ class Teachers:
 class ServerTeacher:
     """A model behind an OpenAI-compatible API: completions with `echo` return log-probs of their prompt.
 
-    `url` ends before `/completions`, as in `http://host:8000/v1`. A key in OPENAI_API_KEY is sent. The
-    server's first model scores, with temperature 1.
+    The server's first model scores, with temperature 1.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        """Ask for the name of the model. Raises ConfigError if the server does not answer."""
-        self._url, self._timeout_s = url.rstrip("/"), timeout_s
-        try:
-            self._model = str(self._call("models", None)["data"][0]["id"])
-        except (*_FAILURES, LookupError, TypeError) as error:
-            raise ConfigError(
-                f"distillation.teachers: {self._url}/models names no model ({error}); start the server, and "
-                "give the URL that ends before /models, as in http://host:8000/v1"
-            ) from error
+        """Ask for the name of the model; see `OpenAIServer`. Raises InputError if it does not answer."""
+        self._server = OpenAIServer(url, timeout_s)
+        self._model = self._server.first_model()
 
     def __call__(self, samples: Sequence[Sample]) -> list[Tensor]:
         """As `Teacher`. Raises RunError if the server does not reply in time, or not with log-probs."""
@@ -69,39 +54,16 @@ class ServerTeacher:
             "echo": True,
             "logprobs": 1,
         }
-        reply = self._call_until_timeout("completions", body)
+        reply = self._server.post("completions", body)
         try:
             choices = sorted(reply["choices"], key=lambda choice: int(choice["index"]))
             pairs = zip(samples, choices, strict=True)
             return [_of_response(sample, choice["logprobs"]["token_logprobs"]) for sample, choice in pairs]
         except (LookupError, TypeError, ValueError) as error:
             raise RunError(
-                f"distillation.teachers: {self._url} does not return log-probs of a prompt ({error}); use a "
-                "server whose /completions has `echo` with `logprobs`, such as vLLM's"
+                f"distillation.teachers: {self._server.url} does not return log-probs of a prompt ({error}); "
+                "use a server whose /completions has `echo` with `logprobs`, such as vLLM's"
             ) from error
-
-    def _call_until_timeout(self, path: str, body: object) -> Any:
-        until_s = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                return self._call(path, body)
-            except _FAILURES as error:
-                is_refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
-                if is_refused or time.monotonic() > until_s:
-                    raise RunError(
-                        f"distillation.teachers: {self._url} does not score responses within "
-                        f"{self._timeout_s:g} s ({error}); check the server, or raise distillation.timeout_s"
-                    ) from error
-                time.sleep(_RETRY_INTERVAL_S)
-
-    def _call(self, path: str, body: object | None) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        content = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self._url}/{path}", content, headers)
-        with urllib.request.urlopen(request, timeout=self._timeout_s) as reply:
-            return json.load(reply)
 
 
 def _of_response(sample: Sample, token_logprobs: Sequence[Any]) -> Tensor:
