@@ -401,7 +401,7 @@ def test_a_configuration_cannot_be_changed(file: Path) -> None:
 
 def test_the_printed_defaults_are_toml_and_describe_every_key() -> None:
     text = defaults_toml()
-    assert set(tomllib.loads(text)) | {"reward_task", "fleet"} == set(Config.model_fields)
+    assert set(tomllib.loads(text)) | {"reward_task", "fleet", "source"} == set(Config.model_fields)
     assert "\n# [[reward_task]]\n" in text
     for _, key, field in iter_keys():
         assert field.description

@@ -83,7 +83,7 @@ def test_unknown_columns_are_not_required() -> None:
 @pytest.mark.parametrize(
     ("function", "complaint"),
     [
-        (without_row, "without_row(prompt, completion) cannot be called with prompt, completion and the first row's answer: got an unexpected keyword argument 'answer'"),  # noqa: E501
+        (without_row, "without_row(prompt, completion) cannot be called with prompt, completion and the columns answer: got an unexpected keyword argument 'answer'"),  # noqa: E501
         (one_parameter, "too many positional arguments"),
         (no_parameters, "too many positional arguments"),
         (some_batch, "cannot be called with prompts, completions, completion_ids"),

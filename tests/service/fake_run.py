@@ -56,6 +56,9 @@ class NoSamples:
         self.engine_usage: dict[int, EngineUsage] = {}
         self.num_recomputed: dict[int, int] = {}
 
+    def source_name(self, group: GroupId) -> str | None:
+        return None
+
 
 class FakeEngines:
     """Engines that do nothing; implements `EngineControl`."""

@@ -107,7 +107,7 @@ def check(run: Path) -> AuditResult:
     samples = read_samples(run)
     files = FileAudit(run, journal)
     config = _read_config(run)
-    guarantees = GuaranteeAudit(journal.limits, journal.num_prompts, samples)
+    guarantees = GuaranteeAudit(journal.limits, journal.num_prompts, samples, journal.source_rows)
     stored = SampleAudit(config, _vocab_size(run, config))
     for line in journal.lines:
         guarantees.observe(line.record)

@@ -7,8 +7,10 @@ trained with the sample store.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from dora.audit.steps import StepAudit
 from dora.core.actions import Action, Admit, Fail, Filter, Score, Train
@@ -32,9 +34,10 @@ class GroupAudit:
         num_prompts: int | None,
         steps: StepAudit,
         samples: Mapping[SampleKey, SampleRow] | None,
+        source_rows: Sequence[int] | None = None,
     ) -> None:
-        """`num_prompts` is the number of dataset rows, None for a growing dataset; without `samples` only the
-        journal is checked. `steps` follows each record first.
+        """`num_prompts` and `source_rows`: see `GuaranteeAudit`. Without `samples` only the journal is
+        checked. `steps` follows each record first.
         """
         self.num_admitted = 0
         self.outcomes: Counter[str] = Counter()
@@ -44,7 +47,9 @@ class GroupAudit:
         self.finished: set[RequestId] = set()
         self._findings = findings
         self._limits = limits
-        self._num_prompts = num_prompts
+        # First row of each source, and one past the last row; None: the dataset grows.
+        self._bounds = None if num_prompts is None else [0, *accumulate(source_rows or [num_prompts])]
+        self._num_fetched: Counter[int] = Counter()  # of each source
         self._steps = steps
         self._samples = samples
         self._fetched: list[GroupId] = []
@@ -107,8 +112,11 @@ class GroupAudit:
         for group in event.groups:
             position = len(self._fetched)
             epoch, end = 0, position + 1
-            if self._num_prompts is not None:
-                epoch, end = position // self._num_prompts, self._num_prompts
+            if self._bounds is not None:  # each source has epochs of its own
+                end = self._bounds[-1]
+                source = bisect_right(self._bounds, group.row, hi=len(self._bounds) - 1) - 1
+                epoch = self._num_fetched[source] // (self._bounds[source + 1] - self._bounds[source])
+                self._num_fetched[source] += 1
             self._check(
                 group.epoch == epoch and 0 <= group.row < end and group not in self._known,
                 f"position {position} of the dataset is group {group}: "

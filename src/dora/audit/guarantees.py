@@ -6,7 +6,7 @@ hide itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from dora.audit.groups import GroupAudit
 from dora.audit.steps import StepAudit
@@ -25,14 +25,15 @@ class GuaranteeAudit:
         limits: Limits,
         num_prompts: int | None,
         samples: Mapping[SampleKey, SampleRow] | None = None,
+        source_rows: Sequence[int] | None = None,
     ) -> None:
-        """`num_prompts` is the number of dataset rows, None for a growing dataset; without `samples` there is
-        no sample store to compare with.
+        """`num_prompts` is the number of dataset rows, None for a growing dataset; `source_rows` are those of
+        each source, if there are several. Without `samples` there is no sample store to compare with.
         """
         self.findings: list[str] = []
         self.versions = VersionAudit(self.findings, samples or {}, breaks_c1=limits.breaks_c1)
         self.steps = StepAudit(self.findings, limits.num_steps)
-        self.groups = GroupAudit(self.findings, limits, num_prompts, self.steps, samples)
+        self.groups = GroupAudit(self.findings, limits, num_prompts, self.steps, samples, source_rows)
 
     def observe(self, record: Event | Action) -> None:
         """Follow the next event or action."""

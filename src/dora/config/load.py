@@ -24,6 +24,7 @@ from dora.config.schema import (
     Config,
     FleetSection,
     RewardTaskSection,
+    SourceSection,
     iter_keys,
     iter_sections,
 )
@@ -308,6 +309,7 @@ def _resolve_paths(config: Config, folder_of: Callable[[str], Path]) -> Config:
         section: getattr(config, section).model_copy(update=new) for section, new in changes.items() if new
     }
     update["fleet"] = [_resolve_fleet(fleet, folder_of) for fleet in config.fleet]
+    update["source"] = [_resolve_source(source, folder_of) for source in config.source]
     update["reward_task"] = [_resolve_task(task, folder_of) for task in config.reward_task]
     return config.model_copy(update=update)
 
@@ -321,6 +323,13 @@ def _resolve_task(task: RewardTaskSection, folder_of: Callable[[str], Path]) -> 
     if factory != SERVICE:
         factory = _resolve_attribute(f"{key}.class", factory, folder_of)
     return task.model_copy(update={"factory": factory, "options": options})
+
+
+def _resolve_source(source: SourceSection, folder_of: Callable[[str], Path]) -> SourceSection:
+    if source.path == "gcd":
+        return source
+    key = f"source.{source.name}.path"
+    return source.model_copy(update={"path": _existing_path(key, source.path, folder_of(key))})
 
 
 def _resolve_fleet(fleet: FleetSection, folder_of: Callable[[str], Path]) -> FleetSection:

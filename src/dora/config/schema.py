@@ -79,9 +79,10 @@ class ModelSection(Section):
 class DataSection(Section):
     """The training prompts."""
 
-    path: str = Field(
+    path: str | None = Field(
+        default=None,
         description="A .jsonl or .parquet file, or a folder that the library `datasets` reads (path); the "
-        'built-in "gcd"; or "service", for prompts submitted through `dora serve`.'
+        'built-in "gcd"; or "service", for prompts submitted through `dora serve`. Unset: [[source]].',
     )
     split: str | None = Field(
         default=None,
@@ -104,6 +105,20 @@ class DataSection(Section):
     )
     shuffle: bool = Field(
         default=True, description="Shuffle the prompts in every epoch, in an order fixed by run.seed."
+    )
+
+
+class SourceSection(Section):
+    """One of several datasets of training prompts. The column `source` has its name, for reward functions."""
+
+    name: TableName = Field(description="Name in metrics and in the column `source` (name).")
+    path: str = Field(description='As data.path, without "service" (path).')
+    ratio: float = Field(
+        default=1.0, gt=0, description="Share of the groups, relative to the other sources (no unit)."
+    )
+    split: str | None = Field(default=None, min_length=1, description="As data.split (name).")
+    prompt_key: str | None = Field(
+        default=None, min_length=1, description="As data.prompt_key (name). Unset: data.prompt_key."
     )
 
 
@@ -882,7 +897,8 @@ class Config(Section):
 
     run: RunSection
     model: ModelSection
-    data: DataSection
+    data: DataSection = DataSection()
+    source: list[SourceSection] = Field(default=[])
     sampling: SamplingSection
     reward: RewardSection = RewardSection()
     reward_task: list[RewardTaskSection] = Field(default=[])
@@ -1073,6 +1089,7 @@ class Config(Section):
 
 
 LIST_SECTIONS: dict[str, type[Section]] = {
+    "source": SourceSection,
     "reward_task": RewardTaskSection,
     "fleet": FleetSection,
 }  # sections that are lists of named tables

@@ -16,6 +16,7 @@ Reasons = dict[str, str]  # key -> why it has no effect
 
 def check(config: Config) -> None:
     """Check all rules. Raises ConfigError for the first that is broken."""
+    _check_sources(config)
     _check_evaluation(config)
     _check_environment(config)
     _check_reward_tasks(config)
@@ -57,6 +58,26 @@ def check_context(config: Config, max_position_embeddings: int) -> None:
 def _lengths(config: Config) -> str:
     lengths = config.data.max_prompt_length, config.sampling.max_response_length
     return f"{lengths[0]} + {lengths[1]} = {config.max_sequence_length}"
+
+
+def _check_sources(config: Config) -> None:
+    """Training prompts come from data.path or from named sources."""
+    names = [source.name for source in config.source]
+    if config.data.path is None and not names:
+        raise ConfigError("data.path is missing: name the training prompts, or add [[source]] tables")
+    if config.data.path is not None and names:
+        raise ConfigError(
+            f"data.path = {config.data.path!r} with [[source]] {names[0]}: list all datasets as [[source]] "
+            "and remove data.path, or remove the sources"
+        )
+    for source in config.source:
+        if names.count(source.name) > 1:
+            raise ConfigError(f"source.{source.name} is there twice; give each [[source]] a name of its own")
+        if source.path == "service":
+            raise ConfigError(
+                f"source.{source.name}.path = service: a run with uploaded prompts has no other source; set "
+                'data.path = "service" and remove the sources'
+            )
 
 
 def _check_evaluation(config: Config) -> None:
@@ -517,6 +538,8 @@ def keys_without_effect(config: Config) -> dict[str, Reasons]:
 
 def _unused_in_data(config: Config) -> Reasons:
     unused: Reasons = {}
+    if config.source:
+        unused["split"] = "with [[source]]: each source has its own"
     if config.data.path == "gcd":
         unused |= dict.fromkeys(("prompt_key", "split"), "with data.path = gcd")
     if config.data.path == "service":

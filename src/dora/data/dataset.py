@@ -8,11 +8,15 @@ over epochs; its state is one integer.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from dora.errors import DataError, not_utf8
 Messages = Sequence[Mapping[str, str]]  # each with a "role" and a "content", both text
 Prompt = str | Messages
 Rows = Sequence[Mapping[str, Any]]
+MAX_PERIOD = 1000  # groups after which the order of several sources repeats
 # Reward functions get arguments with these names besides the columns.
 RESERVED_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
 
@@ -101,6 +106,54 @@ class Dataset:
     def location(self, index: int) -> str:
         """A row in an error: file, and line or row."""
         return f"{self.origin}, " + (f"line {index + 1}" if self._is_jsonl else f"row {index}")
+
+
+class MixedDataset(Dataset):
+    """The rows of several named datasets, one after another, each with its name in the column `source`."""
+
+    def __init__(self, parts: Mapping[str, Dataset]) -> None:
+        """Raises DataError if a row has a column `source` of its own."""
+        self.parts, self.origin = dict(parts), "the sources"
+        self._starts = [*accumulate((len(part) for part in parts.values()), initial=0)]
+        for name, part in parts.items():
+            if "source" in (part.columns or ()):
+                raise DataError(
+                    f"source.{name}: {part.origin} has a column 'source', which is reserved for the name of "
+                    "the source; rename it"
+                )
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def name_of(self, index: int) -> str:
+        """The source of a row."""
+        return [*self.parts][bisect_right(self._starts, index) - 1]
+
+    def row(self, index: int) -> dict[str, Any]:
+        name, part, own = self._find(index)
+        return {**part.row(own), "source": name}
+
+    def prompt(self, index: int) -> Prompt:
+        _, part, own = self._find(index)
+        return part.prompt(own)
+
+    def fields(self, index: int) -> dict[str, Any]:
+        name, part, own = self._find(index)
+        return {**part.fields(own), "source": name}
+
+    @property
+    def columns(self) -> tuple[str, ...] | None:
+        """Those that all sources have."""
+        first, *others = ((*(part.columns or ()), "source") for part in self.parts.values())
+        return tuple(name for name in first if all(name in other for other in others))
+
+    def location(self, index: int) -> str:
+        name, part, own = self._find(index)
+        return f"source.{name}: {part.location(own)}"
+
+    def _find(self, index: int) -> tuple[str, Dataset, int]:
+        name = self.name_of(index)
+        return name, self.parts[name], index - self._starts[bisect_right(self._starts, index) - 1]
 
 
 class GrowingDataset(Dataset):
@@ -190,7 +243,7 @@ def _is_prompt(prompt: object) -> bool:
     return isinstance(prompt, str)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=16)
 def epoch_order(num_rows: int, epoch: int, seed: int) -> tuple[int, ...]:
     """The rows of one epoch in a shuffled order that depends on the three arguments alone."""
     # Sorted by random(), the only method of the generator whose sequence Python keeps between versions.
@@ -218,6 +271,45 @@ class Cursor:
         group = self.group_at(self.index)
         self.index += 1
         return group
+
+
+@dataclass
+class MixedCursor(Cursor):
+    """Iterates over the rows of several sources, each with epochs of its own, in the given ratios.
+
+    Of any number of consecutive groups from the start, each source has its share, rounded up or down or one
+    off. `num_rows` is the sum of `lengths`.
+    """
+
+    lengths: Sequence[int] = ()
+    ratios: Sequence[float] = ()
+
+    def group_at(self, index: int) -> tuple[int, int]:
+        """(epoch of its source, row) of the group at any index."""
+        schedule = mixing_schedule(tuple(self.ratios))
+        period, position = divmod(index, len(schedule))
+        source = schedule[position]
+        own = period * schedule.count(source) + schedule[:position].count(source)
+        epoch, row = Cursor(self.lengths[source], self.seed, self.shuffle).group_at(own)
+        return epoch, sum(self.lengths[:source]) + row
+
+
+@lru_cache(maxsize=4)
+def mixing_schedule(ratios: tuple[float, ...]) -> tuple[int, ...]:
+    """The sources of one period of groups, by number: smooth weighted round robin.
+
+    Ratios are rounded to 1/MAX_PERIOD of their sum, and each source has at least one group in a period.
+    """
+    fractions = [Fraction(ratio / math.fsum(ratios)).limit_denominator(MAX_PERIOD) for ratio in ratios]
+    period = min(MAX_PERIOD, math.lcm(*(fraction.denominator for fraction in fractions)))
+    weights = [max(1, round(fraction * period)) for fraction in fractions]
+    credits, order = [0] * len(weights), list[int]()
+    for _ in range(sum(weights)):
+        credits = [credit + weight for credit, weight in zip(credits, weights, strict=True)]
+        chosen = max(range(len(weights)), key=lambda source: credits[source])
+        credits[chosen] -= sum(weights)
+        order.append(chosen)
+    return tuple(order)
 
 
 def read_rows(path: Path, split: str | None = None) -> Rows:

@@ -32,6 +32,7 @@ class JournalHeader(NamedTuple):
     num_prompts: int | None  # dataset rows; None for a growing dataset
     critic_digest: str | None = None  # of the weights in critic.path, if it is set
     config_digest: str = ""  # of config.toml
+    source_rows: tuple[int, ...] | None = None  # of each source; their sum is num_prompts
 
 
 class JournalLine(NamedTuple):
@@ -65,6 +66,7 @@ class Journal:
     config_digest: str = ""
     files: tuple[FileDigests, ...] = ()
     is_sealed: bool = False  # the last line is a seal
+    source_rows: tuple[int, ...] | None = None
     chain_breaks: tuple[int, ...] = ()  # numbers of the lines whose chain does not continue the one before
 
     def recorded_digests(self) -> dict[str, str]:
@@ -113,6 +115,7 @@ def read_journal(run: Path) -> Journal:
         header.config_digest,
         tuple(files),
         isinstance(last, FileDigests) and last.is_seal and not torn,
+        header.source_rows,
         tuple(_chain_breaks([head, *tail])),
     )
 
@@ -143,7 +146,11 @@ def read_header(path: Path, text: bytes) -> JournalHeader:
         if num_prompts is not None and num_prompts < 1:
             raise ValueError(f"num_prompts = {num_prompts} must be at least 1")
         critic_digest = codec.decode(str | None, raw.get("critic_digest"))
-        return JournalHeader(limits, num_prompts, critic_digest, codec.decode(str, raw["config_digest"]))
+        source_rows = codec.decode(tuple[int, ...] | None, raw.get("source_rows"))
+        if source_rows is not None and (min(source_rows) < 1 or sum(source_rows) != num_prompts):
+            raise ValueError(f"source_rows = {list(source_rows)} must be positive with the sum {num_prompts}")
+        config_digest = codec.decode(str, raw["config_digest"])
+        return JournalHeader(limits, num_prompts, critic_digest, config_digest, source_rows)
     except (KeyError, TypeError, ValueError, ProtocolError) as error:
         raise DamagedRunError(
             f"{path}, line 1: not the header of a journal: {error}; restore the file"

@@ -47,14 +47,16 @@ class JournalWriter:
         config_digest: str,
         num_prompts: int | None,
         *,
+        source_rows: Sequence[int] | None = None,
         critic_digest: str | None = None,
         seq: int | None = None,
         fsync: bool = False,
     ) -> None:
         """Create the journal, or append to an existing one if `seq`, the number of the next line, is given.
 
-        `num_prompts` is the number of dataset rows, None for a growing dataset. `critic_digest` is the digest
-        of the weights in critic.path. With `fsync` lines survive a power loss.
+        `num_prompts` is the number of dataset rows, None for a growing dataset, and `source_rows` those of
+        each source, if there are several. `critic_digest` is the digest of the weights in critic.path. With
+        `fsync` lines survive a power loss.
         """
         self._file = path.open("x" if seq is None else "a", encoding="utf-8")
         self._fsync = fsync
@@ -71,6 +73,8 @@ class JournalWriter:
             "num_prompts": num_prompts,
             "critic_digest": critic_digest,
         }
+        if source_rows is not None:
+            header["source_rows"] = [*source_rows]
         self._write([header])
 
     def record(self, now: float, event: Event | None, actions: Sequence[Action]) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple, Protocol
@@ -64,6 +64,9 @@ class SampleNumbers(Protocol):
     step_metrics: list[tuple[int, dict[str, float]]]  # from the trainer: (step, metrics), not read yet
     engine_usage: dict[int, EngineUsage]  # engine -> as last reported
     num_recomputed: dict[int, int]  # engine -> tokens, as last reported
+
+    def source_name(self, group: GroupId) -> str | None:
+        """The source of a group's prompt; None if there is one dataset."""
 
 
 class RewardStats(NamedTuple):
@@ -264,12 +267,14 @@ class RunMetrics:
         for span in batch:
             staleness[step - span.admitted.version] += size
         task_rewards = [samples.task_rewards.pop(group, {}) for group in groups]
+        rewards = {group: samples.rewards.pop(group) for group in groups}
+        num_tokens = {group: sum(samples.num_tokens.pop(group).values()) for group in groups}
         metrics = StepRecord(
             step=step,
             t_s=now,
             staleness=staleness,
-            rewards=RewardStats.of([samples.rewards.pop(group) for group in groups]),
-            num_tokens=sum(sum(samples.num_tokens.pop(group).values()) for group in groups),
+            rewards=RewardStats.of([*rewards.values()]),
+            num_tokens=sum(num_tokens.values()),
             wall_s=now - (self.steps[-1].t_s if self.steps else self.started_s),
             stall_s=state.stall_s - self._stall_s,
             staleness_bound=self.limits.max_staleness - state.adaptive_staleness.reduction,
@@ -277,6 +282,7 @@ class RunMetrics:
                 **self.lengths.train(batch),
                 **samples.step_metrics.pop(0)[1],
                 **_mean_by_task(task_rewards),
+                **_by_source(samples.source_name, rewards, num_tokens),
                 **self.timing.end_step(state),
                 "rollout/utilization": round(self.utilization.end_step(samples.engine_usage), 4),
                 **self.recoveries.end_step(),
@@ -287,6 +293,29 @@ class RunMetrics:
         self.trained_tokens += metrics.num_tokens
         self.steps.append(metrics)
         return metrics
+
+
+def _by_source(
+    name_of: Callable[[GroupId], str | None],
+    rewards: Mapping[GroupId, Sequence[float]],
+    num_tokens: Mapping[GroupId, int],
+) -> dict[str, float]:
+    """Metrics of the groups of each source; nothing with one dataset."""
+    groups = defaultdict[str, list[GroupId]](list)
+    for group in rewards:
+        if (name := name_of(group)) is not None:
+            groups[name].append(group)
+    found: dict[str, float] = {}
+    for name, own in sorted(groups.items()):
+        stats = RewardStats.of([rewards[group] for group in own])
+        num_responses = sum(len(rewards[group]) for group in own)
+        found |= {
+            f"source/{name}/num_groups": float(len(own)),
+            f"source/{name}/reward/mean": stats.mean,
+            f"source/{name}/reward/frac_zero_std": stats.frac_zero_std,
+            f"source/{name}/response_length/mean": sum(num_tokens[group] for group in own) / num_responses,
+        }
+    return found
 
 
 def _mean_by_task(groups: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:

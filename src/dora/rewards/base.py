@@ -238,7 +238,7 @@ def check_signature(function: Callable[..., Any], source: str, columns: Sequence
         else:
             signature.bind(*arguments, **dict.fromkeys(passed))
     except TypeError as error:
-        call = ", ".join(arguments) + (f" and the first row's {', '.join(columns)}" if columns else "")
+        call = ", ".join(arguments) + (f" and the columns {', '.join(columns)}" if columns else "")
         raise RewardError(
             f"{source}: {declared} cannot be called with {call}: {error}; write it as\n{EXAMPLES}"
         ) from error

@@ -133,7 +133,8 @@ def resume(
 
 def _inputs(config: Config) -> str:
     """What takes long to read, if it is large."""
-    return f"model.path = {config.model.path!r} and data.path = {config.data.path!r}"
+    data = f"data.path = {config.data.path!r}" if config.data.path is not None else "the sources"
+    return f"model.path = {config.model.path!r} and {data}"
 
 
 @contextlib.contextmanager
@@ -218,6 +219,7 @@ class _Session:
             setup.limits,
             config_digest(config),
             setup.num_prompts,
+            source_rows=setup.source_rows,
             critic_digest=None if previous else critic_digest(config),
             seq=previous.next_seq if previous else None,
             fsync=config.journal.fsync,

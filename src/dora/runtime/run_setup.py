@@ -16,12 +16,12 @@ from typing import Literal
 
 import psutil
 
-from dora.config.schema import Config
+from dora.config.schema import Config, SourceSection
 from dora.config.validate import check_context
 from dora.core.types import AdaptiveStalenessRule, EvaluationRule, GroupId, Limits, RequestId
 from dora.data import gcd
 from dora.data.chat import ChatTemplate, PromptEncoder
-from dora.data.dataset import Cursor, Dataset, GrowingDataset
+from dora.data.dataset import Cursor, Dataset, GrowingDataset, MixedCursor, MixedDataset
 from dora.data.tokenizer import Tokenizer
 from dora.engine.block_manager import BLOCK_SIZE, num_blocks_for, num_staging_blocks
 from dora.engine.decode_batch import MAX_STOP_IDS
@@ -140,12 +140,20 @@ def template_of(config: Config) -> ChatTemplate | None:
 
 
 def training_prompts(config: Config, out: Path) -> Dataset:
-    """All rows of data.path, or the prompts uploaded through the service. Raises DataError."""
+    """All rows of data.path or of the sources, or the uploaded prompts. Raises DataError."""
+    if config.data.path is None:
+        return MixedDataset({source.name: _source_prompts(config, source) for source in config.source})
     if config.data.path == "service":
         return GrowingDataset(out / UPLOADED_PROMPTS, config.data.prompt_key, fsync=config.journal.fsync)
     if config.data.path == "gcd":
         return Dataset(gcd.training_rows(), "prompt", "the built-in task gcd")
     return Dataset.from_path(Path(config.data.path), config.data.prompt_key, config.data.split)
+
+
+def _source_prompts(config: Config, source: SourceSection) -> Dataset:
+    if source.path == "gcd":
+        return Dataset(gcd.training_rows(), "prompt", "the built-in task gcd")
+    return Dataset.from_path(Path(source.path), source.prompt_key or config.data.prompt_key, source.split)
 
 
 def held_out_prompts(config: Config) -> Dataset | None:
@@ -423,7 +431,23 @@ class RunSetup:
         """
         if self.num_prompts is None:
             return Cursor(UNBOUNDED_ROWS, self.config.run.seed, shuffle=False, index=index)
-        return Cursor(self.num_prompts, self.config.run.seed, self.config.data.shuffle, index)
+        given = self.num_prompts, self.config.run.seed, self.config.data.shuffle, index
+        if not isinstance(self.dataset, MixedDataset):
+            return Cursor(*given)
+        ratios = [source.ratio for source in self.config.source]
+        return MixedCursor(*given, self.source_rows or (), ratios)
+
+    @property
+    def source_rows(self) -> tuple[int, ...] | None:
+        """Rows of each source, if there are several."""
+        if not isinstance(self.dataset, MixedDataset):
+            return None
+        return tuple(len(part) for part in self.dataset.parts.values())
+
+    def source_name(self, group: GroupId) -> str | None:
+        """The source of a group's prompt, if there are several."""
+        dataset = self.source_of(group)
+        return dataset.name_of(group.row) if isinstance(dataset, MixedDataset) else None
 
     @property
     def num_prompts(self) -> int | None:

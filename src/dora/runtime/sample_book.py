@@ -57,6 +57,10 @@ class SampleBook:
         self.engine_usage: dict[int, EngineUsage] = {}  # engine -> as last reported
         self.num_recomputed: dict[int, int] = {}  # engine -> tokens, as last reported
 
+    def source_name(self, group: GroupId) -> str | None:
+        """The source of a group's prompt; None if there is one dataset."""
+        return self._setup.source_name(group)
+
     # engines
 
     def events_from(self, engine: int, message: Any) -> Iterator[Event]:

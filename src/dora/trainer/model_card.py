@@ -40,11 +40,12 @@ def model_card(config: Mapping[str, Any], step: int, version: str) -> str:
     algorithm, trainer, sampling = config["algorithm"], config["trainer"], config["sampling"]
     rules, distillation = config["orchestrator"], config.get("distillation", {})
     tasks = config.get("reward_task", ())
+    sources = config.get("source") or [config["data"]]
     rewards = [config.get("reward", {}).get("function"), *(task["class"] for task in tasks)]
     loss = [algorithm["adv_estimator"], algorithm["policy_loss"], algorithm["loss_agg_mode"]]
     rows = {
         "initial model": _name(config["model"]["path"]),
-        "prompts": _name(config["data"]["path"]),
+        "prompts": ", ".join(_name(source["path"]) for source in sources),
         "environment": _name(config.get("env", {}).get("environment", "")),
         "rewards": ", ".join(_name(reward) for reward in rewards if reward),
         "teachers": ", ".join(map(_name, distillation.get("teachers", ()))),

@@ -51,7 +51,7 @@ class Engines:
         """The next message of an engine that is not a report; it must be of this kind."""
         while True:
             _, message = self._messages[number].get(timeout=WAIT_S)
-            if not isinstance(message, m.EngineReport):
+            if not isinstance(message, m.EngineReport | m.OutputsReported):
                 assert isinstance(message, kind), message
                 return message
 

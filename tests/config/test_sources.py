@@ -1,0 +1,56 @@
+"""[[source]] tables."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from tests.config.minimal import error_of
+
+from dora.config.load import read_config
+from dora.config.toml import to_toml
+
+SOURCES = """
+[[source]]
+name = "easy"
+path = "prompts.jsonl"
+ratio = 3
+[[source]]
+name = "gcd"
+path = "gcd"
+"""
+
+
+@pytest.fixture
+def mixed(file: Path) -> Path:
+    file.write_text(file.read_text().replace('[data]\npath = "prompts.jsonl"\n', "") + SOURCES)
+    return file
+
+
+def test_sources_take_the_place_of_data_path(mixed: Path) -> None:
+    config = read_config(mixed, ["source.easy.ratio=4"])
+    assert [(source.name, source.ratio) for source in config.source] == [("easy", 4.0), ("gcd", 1.0)]
+    assert config.source[0].path == str(mixed.parent.resolve() / "prompts.jsonl")
+    again = tomllib.loads(to_toml(config))
+    assert [source["path"] for source in again["source"]] == [config.source[0].path, "gcd"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["data.path=gcd"], "data.path = 'gcd' with [[source]] easy: list all datasets as [[source]]"),
+        (["source.gcd.name=easy"], "source.easy is there twice"),
+        (["source.easy.ratio=0"], "input should be greater than 0"),
+        (["source.easy.path=service"], "a run with uploaded prompts has no other source"),
+        (["source.easy.path=nowhere.jsonl"], "source.easy.path = 'nowhere.jsonl': "),
+        (["data.split=train"], "data.split has no effect with [[source]]"),
+    ],
+)
+def test_sources_that_cannot_be_mixed_are_refused(mixed: Path, overrides: list[str], why: str) -> None:
+    assert why in error_of(mixed, *overrides)
+
+
+def test_some_prompts_are_needed(file: Path) -> None:
+    file.write_text(file.read_text().replace('path = "prompts.jsonl"\n', ""))
+    assert "data.path is missing: name the training prompts, or add [[source]] tables" in error_of(file)

@@ -1,0 +1,66 @@
+"""A run with two datasets: their shares, metrics and rewards, with an engine killed and after a resume."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+from collections import Counter
+from pathlib import Path
+
+from tests.runs.conftest import StartRun
+from tests.runtime.running import dora, metrics
+from tests.runtime.tiny import CONFIG, REWARD, write_task
+
+SOURCES = """
+[[source]]
+name = "sevens"
+path = "prompts.jsonl"
+ratio = 3
+[[source]]
+name = "threes"
+path = "threes.jsonl"
+prompt_key = "question"
+"""
+BY_SOURCE = """
+def reward(prompt, completion, source, **row):
+    return completion.count("7" if source == "sevens" else "3") / 100
+"""
+
+
+def write_sources(folder: Path, reward: str = BY_SOURCE) -> Path:
+    task = write_task(folder, reward)
+    rows = [{"question": f"{number}:", "level": number % 2} for number in range(70, 75)]
+    (folder / "threes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task.write_text(CONFIG.replace('path = "prompts.jsonl"\n', "") + SOURCES)
+    return task
+
+
+def test_two_datasets_have_their_shares_after_a_crash_and_a_resume(
+    start_run: StartRun, tmp_path: Path
+) -> None:
+    task = write_sources(tmp_path)
+    run = start_run(task, run__steps=14, trainer__batch_size=4, engine__min_step_time="30ms")
+    run.wait_for_steps(2)
+    run.workers()[0].kill()
+    run.wait_for_steps(5)
+    run.kill_all()
+    resumed = dora("train", "--resume", run.out)
+    assert resumed.code == 0, resumed.err
+    assert dora("audit", run.out, "--deep", "4").code == 0
+    with contextlib.closing(sqlite3.connect(run.out / "samples.sqlite")) as store:
+        query = "select distinct group_id from samples where trained_step is not null"
+        groups = [tuple(map(int, name.split("/"))) for (name,) in store.execute(query)]
+    counts = Counter("sevens" if row < 7 else "threes" for _, row in groups)
+    assert abs(counts["threes"] - len(groups) / 4) <= 5  # of the groups in flight any may be trained first
+    lines = metrics(run.out)
+    num_groups = [sum(line.get(f"source/{name}/num_groups", 0) for name in counts) for line in lines]
+    assert {*num_groups} == {4}
+    assert all("source/threes/reward/mean" in line for line in lines if "source/threes/num_groups" in line)
+
+
+def test_a_column_that_one_source_lacks_is_named(tmp_path: Path) -> None:
+    task = write_sources(tmp_path, REWARD.replace("**row", "level, **row"))
+    ended = dora("train", task, "--out", tmp_path / "run")
+    assert ended.code == 2
+    assert "prompt, completion and the columns source: missing a required argument: 'level'" in ended.err
