@@ -49,9 +49,12 @@ def test_tables_make_a_run_that_another_program_stops(
     monkeypatch.chdir(tmp_path)
     tables = tomllib.loads(CONFIG) | {"run": {"steps": 100_000}}
     run = dora.train(tables, "run", wait=False)
-    while len(run.metrics()) < 2:
-        assert run.status.state == "running"
-    dora.load("run").stop()
+    try:
+        while len(run.metrics()) < 2:
+            assert run.status.state == "running"
+        dora.load("run").stop()
+    finally:
+        run.stop()  # also after a failure: nobody else ends it
     assert run.wait(progress=False).status.state == "stopped"
     assert run.checkpoint.is_dir()
 
