@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.model.transformers_families import FAMILIES, SHAPE
+from tests.runs.conftest import StartRun
 from tests.runtime.running import Run, dora, metrics
 from tests.runtime.tiny import CHARACTERS, write_task
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -58,7 +59,19 @@ def test_the_guarantees_hold_for_another_family_when_an_engine_crashes(tmp_path:
     saved = AutoModelForCausalLM.from_pretrained(out / "checkpoints" / "step-6")
     started = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
     assert type(saved) is type(started)
-    assert not torch.equal(saved.get_input_embeddings().weight, started.get_input_embeddings().weight)
+    trained, initial = saved.state_dict(), started.state_dict()
+    assert trained.keys() == initial.keys()
+    assert not any(torch.equal(trained[name], initial[name]) for name in initial)
+
+
+def test_transformers_trains_what_the_own_engines_generate(tmp_path: Path, start_run: StartRun) -> None:
+    run = start_run(write_task(tmp_path), trainer__model="transformers")
+    ended = run.end()
+    assert ended.code == 0, ended.err
+    assert dora("audit", run.out, "--deep", "4").code == 0
+    steps = metrics(run.out)
+    assert len(steps) == 4
+    assert max(step["mismatch/logprob_abs_diff_max"] for step in steps) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dora.model.pretrained import load_pretrained, save_pretrained
 from dora.model.weights import WeightLayout
+from dora.trainer.lora import LoraSettings
 from dora.trainer.packing import pack
 from dora.trainer.settings import Sample, TrainerSettings
+from dora.trainer.sft import train_sft
 from dora.trainer.trainer import Trainer
 from dora.trainer.transformers_policy import TransformersPolicy
 
@@ -90,13 +93,13 @@ def test_checkpointed_layers_are_computed_again_in_the_backward_pass(tmp_path: P
         nonlocal num_calls
         num_calls += 1
 
-    for repeats in (1, 2):
+    for num_passes in (1, 2):
         weights = {k: x.requires_grad_() for k, x in WeightLayout(config).views(flat.clone()).items()}
-        policy = TransformersPolicy(config, weights, activation_checkpointing=repeats == 2)
+        policy = TransformersPolicy(config, weights, activation_checkpointing=num_passes == 2)
         num_calls = 0
         with register_module_forward_hook(lambda module, *_: count() if is_mlp(module) else None):
             torch.autograd.backward(policy.logprobs(pack([[1, 2]], [[3, 4]], CPU))[0].sum())
-        assert num_calls == repeats * config.num_hidden_layers
+        assert num_calls == num_passes * config.num_hidden_layers
 
 
 def is_mlp(module: nn.Module) -> bool:
@@ -127,6 +130,25 @@ def test_a_model_in_bfloat16_gets_gradients_in_fp32(folder: Path) -> None:
     assert gradients[1].dtype == torch.float32
     assert torch.cosine_similarity(gradients[0], gradients[1], dim=0) > 0.8
     assert not torch.equal(gradients[0], gradients[1])
+
+
+def test_adapters_train_without_changing_the_other_weights(tmp_path: Path) -> None:
+    folder = save_tiny("gemma3_text", tmp_path)
+    batch = samples(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    config, flat = load_pretrained(folder)
+    before, views = flat.clone(), WeightLayout(config).views(flat)
+    lora = LoraSettings(rank=2, alpha=4.0, targets=("q_proj", "down_proj"))
+    trainer = Trainer(config, flat, replace(SETTINGS, lr=1e-2, lora=lora))
+    trainer.step(batch)
+    changed = {name for name, old in WeightLayout(config).views(before).items() if not old.equal(views[name])}
+    assert changed == {name for name in views if name.endswith(("q_proj.weight", "down_proj.weight"))}
+
+
+def test_supervised_steps_lower_the_loss(folder: Path) -> None:
+    config, flat = load_pretrained(folder)
+    examples = [([1, 2, 3], [4, 5, 6, 7]), ([2, 1], [4, 5])]
+    losses = [*train_sft(config, flat, repeat(examples), num_steps=3, lr=1e-3, warmup_steps=0)]
+    assert losses[0] > losses[1] > losses[2]
 
 
 def test_both_implementations_of_an_own_family_train_to_the_same_curve() -> None:

@@ -544,8 +544,8 @@ class EngineSection(Section):
     )
     backend: str | None = Field(
         default=None,
-        description='Another inference engine: "vllm", "vllm-lora", "sglang", "transformers" (slow, for any of '
-        'its models), or a class, "file.py:Class" or "package.module:Class". Unset: DORA-RL\'s own.',
+        description='Another inference engine: "vllm", "vllm-lora", "sglang", "transformers" (slow), or a '
+        'class, "file.py:Class" or "package.module:Class". Unset: DORA-RL\'s own.',
     )
     options: dict[str, JsonValue] | None = Field(
         default=None, description="Keyword arguments of the backend's class (table)."

@@ -86,7 +86,12 @@ def load_weights(folder: Path, views: Mapping[str, Tensor]) -> None:
     disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            folder,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
