@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from dora.errors import ModelError
 from dora.model.config import LENGTH_DEPENDENT_ROPE, ModelConfig, TransformersConfig
@@ -205,7 +207,7 @@ def _skeleton(source: str) -> tuple[Any, Mapping[str, str]]:
     try:
         config = AutoConfig.for_model(**raw)
         config.output_router_logits = False
-        with no_init_weights():  # weights are allocated and never touched
+        with no_init_weights(), _parameters_without_memory():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     except Exception as error:  # the checks of a config raise errors of several libraries
         reason = " ".join(str(error).split())[:_REASON_CHARACTERS]
@@ -225,6 +227,21 @@ def _skeleton(source: str) -> tuple[Any, Mapping[str, str]]:
         tensors, key = _place(model, name)
         tensors[key] = torch.empty_like(tensor, device="meta")
     return model, names
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Modules that are made here have parameters on the meta device, and buffers as always."""
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        return parameter if parameter.is_meta else nn.Parameter(torch.empty_like(parameter, device="meta"))
+
+    hook: Any = without_memory  # torch declares that it returns nothing
+    handle = register_module_parameter_registration_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
