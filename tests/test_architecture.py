@@ -137,7 +137,7 @@ KEPT_IN: dict[str, tuple[str, ...]] = {
         "dora.testing",
     ),
     "gymnasium": ("dora.envs.gymnasium",),
-    "transformers": ("dora.data.chat", "dora.rewards.classifier"),
+    "transformers": ("dora.data.chat", "dora.rewards.classifier", "dora.model.transformers_model"),
     "datasets": ("dora.data.dataset",),
     "math_verify": ("dora.rewards.math_verify",),
     "typer": ("dora.cli",),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from dora.data.tokenizer import Tokenizer
+from dora.engine.backends.transformers_engine import Transformers
 from dora.engine.engine import Engine
 from dora.engine.interface import NATIVE, Capabilities, InferenceEngine, KVTransfer
 from dora.loading import load_attribute
@@ -72,3 +73,7 @@ class TestIpcNative(InferenceContract):
 
 class TestTransformers(InferenceContract):
     factory = load_attribute(f"{EXAMPLES / 'transformers_engine.py'}:Transformers", "factory")
+
+
+class TestBuiltInTransformers(InferenceContract):
+    factory = Transformers

@@ -35,8 +35,8 @@ from dora.text import plural
 from dora.trainer.checkpoint import VERSIONS_FOLDER
 from dora.trainer.checkpoint_folders import complete_checkpoints
 from dora.trainer.packing import pack
-from dora.trainer.policy import Policy
 from dora.trainer.routing_replay import replay_routes
+from dora.trainer.transformers_policy import policy_class
 from dora.weights.store import WeightStore
 
 VersionDigest = tuple[int, str]  # a version and its digest: a redone step may give the version other weights
@@ -350,7 +350,7 @@ class LogprobRecomputer:
     @property
     def why_impossible(self) -> str:
         """Why the samples of this run cannot be recomputed; empty if they can."""
-        if self._model.moe_layers and not (self._is_exact or self.config.trainer.routing_replay):
+        if self._model.num_experts and not (self._is_exact or self.config.trainer.routing_replay):
             return (
                 "a router may choose otherwise where two experts are nearly equal, and routes are recorded "
                 "only with trainer.routing_replay = true"
@@ -396,7 +396,8 @@ class LogprobRecomputer:
             prompts, tokens = [r.prompt_ids for r in responses], [r.token_ids for r in responses]
             yield from self._scorer(temperature)(flat, prompts, tokens).split([*map(len, tokens)])
             return
-        policy = Policy(self._model, WeightLayout(self._model).views(flat.float()), temperature)
+        views = WeightLayout(self._model).views(flat.float())
+        policy = policy_class(self._model)(self._model, views, temperature)
         for response in responses:
             batch = pack([response.prompt_ids], [response.token_ids], torch.device("cpu"))
             route = None

@@ -36,7 +36,7 @@ BUILT_IN = {
     "data": ("gcd", SERVICE),
     "eval": ("gcd",),
     "reward": (SERVICE,),
-    "engine": ("vllm", "vllm-lora", "sglang"),
+    "engine": ("vllm", "vllm-lora", "sglang", "transformers"),
 }  # values that are neither paths nor classes
 HUB_KINDS = {
     **dict.fromkeys(("model.path", "critic.path", "distillation.teachers"), "model"),

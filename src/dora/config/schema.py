@@ -22,6 +22,7 @@ from dora.trainer.recipe import (
     KLEstimator,
     LossAggMode,
     LrDecay,
+    ModelImplementation,
     PolicyLoss,
     ProximalPolicy,
     SequenceCorrection,
@@ -444,6 +445,12 @@ class TrainerSection(Section):
         default=False,
         description="Keep only the input of each layer and recompute the rest in the backward pass.",
     )
+    model: ModelImplementation = Field(
+        default="auto",
+        description="Implementation of the policy's forward pass. dora: DORA-RL's decoder, for Llama, Qwen2, "
+        "Qwen3 and Qwen3-MoE; transformers: any causal language model of transformers; auto: transformers "
+        "for models that DORA-RL's decoder does not support.",
+    )
     streaming: bool | None = Field(
         default=None,
         description="Accumulate gradients while the batch fills up. Unset: wherever the objective allows it.",
@@ -552,8 +559,8 @@ class EngineSection(Section):
     )
     backend: str | None = Field(
         default=None,
-        description='Another inference engine: "vllm", "vllm-lora", "sglang", or a class, "file.py:Class" or '
-        '"package.module:Class". Unset: DORA-RL\'s own.',
+        description='Another inference engine: "vllm", "vllm-lora", "sglang", "transformers" (slow), or a '
+        'class, "file.py:Class" or "package.module:Class". Unset: DORA-RL\'s own.',
     )
     options: dict[str, JsonValue] | None = Field(
         default=None, description="Keyword arguments of the backend's class (table)."

@@ -369,6 +369,7 @@ def _check_trainer_backend(config: Config) -> None:
         "algorithm.adv_estimator = gae": _uses_critic(config),
         "trainer.aux_workers": bool(config.trainer.aux_workers),
         "trainer.continue_from": config.trainer.continue_from is not None,
+        f"trainer.model = {config.trainer.model}": config.trainer.model != "auto",
     }
     if config.trainer.backend is not None:
         for conflict in _true_keys(conflicts):

@@ -1,8 +1,8 @@
 """The shape of a decoder, as a Hugging Face `config.json` states it.
 
-Four families are supported: Llama (also Mistral without a sliding window), Qwen2 (and 2.5), Qwen3 and
-Qwen3-MoE. Models that this decoder would
-compute wrongly are rejected.
+DORA-RL's own decoder supports four families: Llama (also Mistral without a sliding window), Qwen2 (and
+2.5), Qwen3 and Qwen3-MoE. `ModelConfig.from_dict` rejects models that it would compute wrongly.
+`TransformersConfig` is the shape of any other causal language model, which transformers computes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ _ROPE_KEYS = {
     "yarn": (*_SCALED, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 }
 _MISTRAL_WINDOW = 4096  # transformers' default
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+class UnsupportedModelError(ModelError):
+    """The model is valid, and the own decoder would compute it wrongly."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,8 @@ class ModelConfig:
     def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Read a parsed `config.json` of transformers 5 or older.
 
-        Raises ModelError for unsupported values, KeyError for missing keys.
+        Raises UnsupportedModelError for models that the own decoder would compute wrongly, ModelError for
+        values that do not fit each other, KeyError for missing keys.
         """
         raw = _mistral_as_llama(raw)
         _check_supported(raw)
@@ -172,6 +177,43 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class TransformersConfig(ModelConfig):
+    """The shape of a causal language model that transformers computes.
+
+    `source` is the text of its `config.json`, `shapes` are its tensors by transformers' name, in the order of
+    the flat buffer. The router of a mixture of experts is its own, so `moe_layers` is empty.
+    """
+
+    source: str = "{}"
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    def __post_init__(self) -> None:
+        """transformers validates the values."""
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def num_kv_layers(self) -> int:
+        return self.num_hidden_layers
+
+    @property
+    def active_parameters(self) -> float:
+        """Elements of the layers' matrices that one token is multiplied with."""
+        share = self.num_experts_per_tok / self.num_experts if self.num_experts else 1.0
+        sizes = {name: math.prod(shape) for name, shape in self.shapes if len(shape) > 1}
+        ends = [name for name in sizes if "embed" in name or name.startswith("lm_head")]
+        return sum(size * (share if ".experts." in name else 1.0) for name, size in sizes.items()) - sum(
+            sizes[name] for name in ends
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(self.source)
+        return content
+
+
+@dataclass(frozen=True)
 class RopeScaling:
     """How RoPE is scaled to longer contexts; fields are named as in `config.json`."""
 
@@ -195,14 +237,14 @@ class RopeScaling:
         """
         kind, factor = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor")
         if factor not in (None, 1.0):
-            raise ModelError(
+            raise UnsupportedModelError(
                 f"config.json: partial_rotary_factor = {factor} is not supported: RoPE must rotate "
                 "whole heads; use a model with partial_rotary_factor = 1"
             )
         if kind == "default":
             return None
         if kind not in _ROPE_KEYS:
-            is_length_dependent = kind in _LENGTH_DEPENDENT_ROPE
+            is_length_dependent = kind in LENGTH_DEPENDENT_ROPE
             reason = "keys would depend on the sequence length" if is_length_dependent else "unknown"
             raise ModelError(
                 f"config.json: rope_type = {kind!r} is not supported ({reason}); set 'yarn', or 'default' if "
@@ -241,7 +283,7 @@ def _mistral_as_llama(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         return raw
     window = raw.get("sliding_window", _MISTRAL_WINDOW)
     if window is not None:
-        raise ModelError(
+        raise UnsupportedModelError(
             f"config.json: model_type = 'mistral' with sliding_window = {window} is not supported: every "
             "layer must attend to the whole context; use a Mistral whose sliding_window is null"
         )
@@ -254,7 +296,7 @@ def _check_supported(raw: Mapping[str, Any]) -> None:
     if kind not in _ARCHITECTURES:
         remedies = [text for prefix, text in _REMEDIES.items() if str(kind).startswith(prefix)]
         remedy = remedies[0] if remedies else "use a checkpoint of one of these"
-        raise ModelError(
+        raise UnsupportedModelError(
             f"config.json: model_type = {kind!r} is not supported; supported: {', '.join(_ARCHITECTURES)}; "
             f"{remedy}"
         )
@@ -272,7 +314,7 @@ def _check_supported(raw: Mapping[str, Any]) -> None:
     }
     for key, (is_supported, rule) in rules.items():
         if not is_supported:
-            raise ModelError(f"config.json: {key} = {raw[key]!r} is not supported: {rule}")
+            raise UnsupportedModelError(f"config.json: {key} = {raw[key]!r} is not supported: {rule}")
 
 
 def _moe_fields(raw: Mapping[str, Any]) -> dict[str, Any]:

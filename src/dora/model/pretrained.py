@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dora.errors import ModelError, download_hint
-from dora.model.config import ModelConfig
+from dora.model import transformers_model
+from dora.model.config import ModelConfig, TransformersConfig, UnsupportedModelError
 from dora.model.weights import WeightLayout
 
 _INDEX = "model.safetensors.index.json"
@@ -24,7 +25,10 @@ _STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")  # of 
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Read `config.json` of a model folder. Raises ModelError."""
+    """Read `config.json` of a model folder.
+
+    A family that the own decoder does not support is one of transformers. Raises ModelError.
+    """
     path = folder / "config.json"
     if not path.is_file():
         remedy = "" if folder.exists() else download_hint(str(folder), folder)
@@ -32,6 +36,10 @@ def load_config(folder: Path) -> ModelConfig:
     raw = _read_object(path)
     try:
         return ModelConfig.from_dict(raw)
+    except UnsupportedModelError:
+        if not transformers_model.is_exact(raw):
+            raise
+        return transformers_model.read_config(folder, raw)
     except KeyError as error:
         raise ModelError(f"{path}: the key {error} is missing; copy or save the model again") from error
     except (TypeError, ValueError, ZeroDivisionError) as error:
@@ -44,6 +52,9 @@ def load_pretrained(folder: Path) -> tuple[ModelConfig, Tensor]:
     layout = _checked_layout(folder, config)
     flat = torch.empty(layout.numel)
     views = layout.views(flat)
+    if isinstance(config, TransformersConfig):
+        transformers_model.load_weights(folder, views)
+        return config, flat
     for file in _tensor_files(folder):
         with _readable(file), safe_open(file, "pt") as stored:
             for stored_name in _tensors_to_load(stored, config):
@@ -62,6 +73,15 @@ def check_pretrained(folder: Path) -> int:
     return _checked_layout(folder, load_config(folder)).numel
 
 
+def has_published_names(folder: Path, config: ModelConfig) -> bool:
+    """Whether versions have the tensor names of the model folder, which servers expect."""
+    names: set[str] = set()
+    for file in _tensor_files(folder):
+        with _readable(file), safe_open(file, "pt") as stored:
+            names |= {*_tensors_to_load(stored, config)}
+    return not isinstance(config, TransformersConfig) or names == {*WeightLayout(config).shapes}
+
+
 def save_pretrained(
     folder: Path, config: ModelConfig, flat: Tensor, max_shard_bytes: int = 5 * 10**9
 ) -> None:
@@ -72,6 +92,9 @@ def save_pretrained(
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("model*.safetensors*"):
         old.unlink()
+    if isinstance(config, TransformersConfig):
+        transformers_model.save_weights(folder, config, WeightLayout(config).views(flat))
+        return
     (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
     shards: list[dict[str, Tensor]] = [{}]
     num_bytes = 0  # of the last shard
@@ -106,7 +129,10 @@ def _checked_layout(folder: Path, config: ModelConfig) -> WeightLayout:
                 empty = torch.empty(entry.get_shape(), device="meta")
                 shapes |= {name: tuple(tensor.shape) for name, tensor in _unstacked(stored_name, empty)}
     layout = WeightLayout(config)
-    layout.check(shapes)
+    if not isinstance(
+        config, TransformersConfig
+    ):  # transformers compares names and shapes when it loads them
+        layout.check(shapes)
     return layout
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dora.errors import ModelError
-from dora.model.config import ModelConfig
+from dora.model.config import ModelConfig, TransformersConfig
 from dora.model.digest import (
     KEYS,
     LEAF_BYTES,
@@ -40,6 +40,8 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
 
     Matrices with the same input are adjacent, and so are their biases.
     """
+    if isinstance(config, TransformersConfig):
+        return dict(config.shapes)
     hidden, head = config.hidden_size, (config.vocab_size, config.hidden_size)
     shapes: Shapes = {"model.embed_tokens.weight": head}
     for i in range(config.num_hidden_layers):

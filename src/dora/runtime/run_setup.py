@@ -29,8 +29,8 @@ from dora.engine.kernels.workspace import DTYPES
 from dora.engine.request import Request, SamplingParams
 from dora.errors import ConfigError, ModelError
 from dora.metrics.writer import check_trackers
-from dora.model.config import ModelConfig
-from dora.model.pretrained import check_pretrained, load_config
+from dora.model.config import ModelConfig, TransformersConfig
+from dora.model.pretrained import check_pretrained, has_published_names, load_config
 from dora.runtime.process import launcher
 from dora.runtime.process.messages import CriticSpec, EngineSpec, TeacherSpec, TrainerSpec
 from dora.runtime.process.resources import DeviceAssignment, is_gpu
@@ -48,6 +48,7 @@ MAX_HEADER_BYTES = 2**24  # of a safetensors file: names and shapes
 AUX_WORKER_COLUMNS = {"reference": "reference", "proximal": "proximal", "critic": "values"}
 MAX_CACHED_PROMPTS = 1024  # encoded; siblings that start later than so many groups encode theirs again
 GREEDY = 0  # the sibling of a held-out prompt that is decoded greedily, with eval.greedy
+SERVERS = ("vllm", "vllm-lora", "sglang")  # they load versions by the names of published checkpoints
 _PREFILL_TOKENS = (512, 4096)  # per step, on the CPU and on a GPU
 _LOGITS_CHUNK_TOKENS = (256, 2048)  # on the CPU and on a GPU
 _BYTES_PER_TOKEN = 9  # of a response in the sample stream: its id, its log-prob, whether it was sampled
@@ -65,6 +66,43 @@ def check_tokenizer(folder: Path, tokenizer: Tokenizer, model: ModelConfig) -> N
             f"{folder}: {len(tokenizer.stop_ids)} end tokens; engines support at most {MAX_STOP_IDS}; "
             "shorten eos_token_id in generation_config.json"
         )
+
+
+def check_implementation(config: Config, model: ModelConfig) -> None:
+    """Raises ConfigError if trainer or engines have no implementation of this model, or none of a feature."""
+    kind, trainer = f"model_type = {model.model_type!r}", config.trainer
+    is_foreign = isinstance(model, TransformersConfig)
+    if is_foreign and trainer.model == "dora":
+        raise ConfigError(
+            f"trainer.model = dora: DORA-RL's decoder does not know {kind}; set trainer.model = auto"
+        )
+    for engines in config.engine_kinds:
+        key = f"{engines.key}.backend"
+        if is_foreign and engines.backend is None:
+            raise ConfigError(
+                f"{key}: DORA-RL's engine does not support {kind}; set {key} = vllm, sglang, or transformers "
+                "(slow, for tests and small models)"
+            )
+        if engines.backend in SERVERS and not has_published_names(Path(config.model.path), model):
+            raise ConfigError(
+                f"{key} = {engines.backend}: transformers has other names for the weights of {kind} than its "
+                f"checkpoint, and the server would not find them; set {key} = transformers"
+            )
+    if trainer.model == "transformers" and model.moe_layers:
+        raise ConfigError(
+            f"trainer.model = transformers with {kind}: DORA-RL's decoder trains its experts one by one; set "
+            "trainer.model = auto"
+        )
+    conflicts = {
+        "trainer.num_ranks > 1": trainer.num_ranks > 1,
+        "algorithm.adv_estimator = gae": config.algorithm.adv_estimator == "gae",
+    }
+    if is_foreign or trainer.model == "transformers":
+        for conflict in (key for key, is_set in conflicts.items() if is_set):
+            raise ConfigError(
+                f"{conflict} with {kind}, which transformers computes in the trainer: only DORA-RL's decoder "
+                "supports this; remove it, or use a Llama, Qwen2 or Qwen3 with trainer.model = auto"
+            )
 
 
 def check_critic(config: Config, policy: ModelConfig) -> None:
@@ -188,6 +226,7 @@ class RunSetup:
         tokenizer = Tokenizer(folder)
         check_tokenizer(folder, tokenizer, model)
         check_fit(config, tokenizer, model)
+        check_implementation(config, model)
         check_trackers(config.metrics.report_to)
         launcher.check_ray_config(config)
         num_parameters = check_pretrained(folder)
@@ -581,6 +620,7 @@ class RunSetup:
             mini_batch_tokens=config.trainer.mini_batch_tokens,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
             logits_chunk_tokens=self.logits_chunk_tokens,
+            model=config.trainer.model,
             dtype=config.trainer.dtype,
             activation_checkpointing=config.trainer.activation_checkpointing,
             temperature=config.sampling.temperature,

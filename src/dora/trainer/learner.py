@@ -29,6 +29,7 @@ from dora.trainer.perf import forward_flops
 from dora.trainer.policy import BatchLogprobs, Policy
 from dora.trainer.routing_replay import CountingRouter, replay_routes
 from dora.trainer.settings import Sample, TrainerSettings
+from dora.trainer.transformers_policy import policy_class
 
 # (flat weights, prompts, responses) -> log-probs of all response tokens, as engines compute them.
 ComputeLogprobs = Callable[[Tensor, Sequence[TokenIds], Sequence[TokenIds]], Tensor]
@@ -110,7 +111,7 @@ class LocalLearner:
         self._bf16 = None
         if settings.dtype == "bfloat16":
             self._bf16 = Bf16Weights(self._layout, flat, self._optimizer.weights)
-        self._policy = Policy(
+        self._policy = policy_class(config, settings.model)(
             config,
             (self._bf16 or self._optimizer).weights,
             settings.temperature,

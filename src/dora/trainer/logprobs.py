@@ -19,6 +19,7 @@ from dora.trainer.perf import forward_flops
 from dora.trainer.policy import Policy
 from dora.trainer.routing_replay import replay_routes
 from dora.trainer.settings import Sample, TrainerSettings
+from dora.trainer.transformers_policy import policy_class
 
 
 def response_logprobs(
@@ -74,7 +75,8 @@ class GroupLogprobs:
         if self._exact_logprobs is None:
             views = WeightLayout(self._config).views(flat.to(self._device, self._dtype))
             chunk = self._settings.logits_chunk_tokens
-            policy = self._policy or Policy(
+            make = policy_class(self._config, self._settings.model)
+            policy = self._policy or make(
                 self._config, views, self._settings.temperature, logits_chunk_tokens=chunk
             )
             self._policy = policy.with_weights(views, None)

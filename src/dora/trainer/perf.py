@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import torch
 
-from dora.model.config import ModelConfig
+from dora.model.config import ModelConfig, TransformersConfig
 from dora.model.weights import parameter_shapes
 from dora.trainer.packing import PackedBatch
 
@@ -104,7 +104,9 @@ def forward_flops(config: ModelConfig, batch: PackedBatch) -> float:
     dense = 3 * hidden * config.intermediate_size
     experts = 3 * hidden * config.moe_intermediate_size * config.num_experts_per_tok
     mixture = experts + hidden * config.num_experts
-    per_token = layers * attention + (layers - num_moe_layers) * dense + num_moe_layers * mixture
+    per_token: float = layers * attention + (layers - num_moe_layers) * dense + num_moe_layers * mixture
+    if isinstance(config, TransformersConfig):
+        per_token = config.active_parameters
     lengths = map(len, batch.sequence_indices)  # attention reads a shared prompt for each sibling
     scores = layers * heads * head_dim * sum(length * (length + 1) for length in lengths)
     return 2.0 * (per_token * len(batch.input_ids) + scores + len(batch.targets) * hidden * config.vocab_size)

@@ -47,12 +47,16 @@ class Policy:
         """
         self._exact_logprobs = exact_logprobs
         self._chunk_tokens = logits_chunk_tokens
-        self._run_layer = _run_checkpointed if activation_checkpointing else _run
         self.config = config
         self.weights = weights
         self.temperature = temperature
-        self.device = weights["model.norm.weight"].device
-        cos, sin = decoder.rope_tables(config, config.max_position_embeddings)
+        self.device = next(iter(weights.values())).device
+        self._prepare(activation_checkpointing)
+
+    def _prepare(self, activation_checkpointing: bool) -> None:
+        """Make what the forward pass needs beside the weights."""
+        self._run_layer = _run_checkpointed if activation_checkpointing else _run
+        cos, sin = decoder.rope_tables(self.config, self.config.max_position_embeddings)
         self._cos, self._sin = cos.to(self.device), sin.to(self.device)
 
     def with_weights(self, weights: Mapping[str, Tensor], exact_logprobs: BatchLogprobs | None) -> Policy:
@@ -68,13 +72,15 @@ class Policy:
         the head.
         """
         hidden = self.hidden_states(batch, router).index_select(0, batch.logits_indices)
-        head = decoder.lm_head(self.weights)
-        logprobs, entropies = token_logprobs(
-            hidden, head, batch.targets, self.temperature, self._chunk_tokens
-        )
+        logprobs, entropies = self._token_logprobs(hidden, batch.targets)
         if self._exact_logprobs is not None:  # the difference is 0 and carries the gradient
             logprobs = self._exact_logprobs(batch) + (logprobs - logprobs.detach())
         return logprobs, entropies
+
+    def _token_logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs of `targets` [N] and entropies [N] from hidden states [N, hidden]."""
+        head = decoder.lm_head(self.weights)
+        return token_logprobs(hidden, head, targets, self.temperature, self._chunk_tokens)
 
     def hidden_states(self, batch: PackedBatch, router: Router | None = None) -> Tensor:
         """Final hidden states [M, hidden]."""

@@ -24,6 +24,7 @@ ProximalPolicy = Literal["behavior", "recomputed", "interpolated"]
 TokenCorrection = Literal["none", "tis", "icepop"]
 SequenceCorrection = Literal["none", "mis"]
 LrDecay = Literal["linear", "constant"]
+ModelImplementation = Literal["auto", "dora", "transformers"]
 Dtype = Literal["float32", "bfloat16"]  # of forward and backward passes, and of engines
 
 

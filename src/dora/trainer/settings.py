@@ -18,6 +18,7 @@ from dora.trainer.recipe import (
     KLEstimator,
     LossAggMode,
     LrDecay,
+    ModelImplementation,
     PolicyLoss,
 )
 
@@ -29,6 +30,7 @@ class TrainerSettings:
     A run that got more steps when it was resumed has `earlier_schedules`, in order.
     `loss_scale_factor` (tokens) is the divisor of seq-mean-token-sum-norm. With `mini_batch_tokens` a step
     takes several updates of about this many response tokens each, and divides their gradients by it.
+    `model` chooses who computes the policy: transformers, or for a family that it knows the own decoder.
     `temperature` is the sampling temperature of the samples. At most `logits_chunk_tokens` rows of vocabulary
     logits exist at a time. With `lora`, adapters are trained instead of the weights. With
     `offload_optimizer` AdamW's moments of the weights are in host memory. With `samples_have_reference` the
@@ -60,6 +62,7 @@ class TrainerSettings:
     dtype: Dtype = "float32"  # of forward and backward; weights are stepped in fp32
     activation_checkpointing: bool = False
     logits_chunk_tokens: int = 256
+    model: ModelImplementation = "auto"
     lora: LoraSettings | None = None
     offload_optimizer: bool = False
     samples_have_reference: bool = False

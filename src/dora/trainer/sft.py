@@ -14,6 +14,7 @@ from dora.model.weights import WeightLayout
 from dora.trainer.optimizer import FlatAdamW, learning_rate
 from dora.trainer.packing import balanced_micro_batches, pack
 from dora.trainer.policy import Policy
+from dora.trainer.transformers_policy import policy_class
 
 SftExample = tuple[Sequence[int], Sequence[int]] | tuple[Sequence[int], Sequence[int], Sequence[int]]
 
@@ -35,7 +36,7 @@ def train_sft(
     and can show progress.
     """
     optimizer = FlatAdamW(WeightLayout(config), flat, weight_decay=0.0, betas=(0.9, 0.99))
-    policy = Policy(config, optimizer.weights)
+    policy = policy_class(config)(config, optimizer.weights)
     for step, batch in enumerate(islice(batches, num_steps)):
         total = 0.0
         for loss in _losses(policy, batch, micro_batch_tokens):
@@ -49,7 +50,7 @@ def mean_loss(
     config: ModelConfig, flat: Tensor, examples: Sequence[SftExample], micro_batch_tokens: int
 ) -> float:
     """The loss of the weights `flat` on examples (nats per token); nan without examples."""
-    policy = Policy(config, WeightLayout(config).views(flat))
+    policy = policy_class(config)(config, WeightLayout(config).views(flat))
     with torch.no_grad():
         losses = [loss.item() for loss in _losses(policy, examples, micro_batch_tokens)]
     return math.fsum(losses) if examples else math.nan

@@ -28,6 +28,7 @@ BUILT_IN = {
     "vllm": "dora.engine.backends.vllm:Vllm",
     "vllm-lora": "dora.engine.backends.vllm:VllmLora",
     "sglang": "dora.engine.backends.sglang:Sglang",
+    "transformers": "dora.engine.backends.transformers_engine:Transformers",
 }
 ENGINE_ARGUMENTS = ("model", "max_rows", "max_context", "version_slots", "device", "dtype")
 INFLIGHT_UPDATE = "inflight_update"  # one more argument, under policies that break C1

@@ -1,0 +1,92 @@
+"""Models that transformers computes: which are accepted, and log-probs of engine and trainer."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.model.transformers_families import FAMILIES, save_tiny
+
+from dora.core.types import GroupId, RequestId
+from dora.engine.backends.transformers_engine import Transformers
+from dora.engine.request import Request, SamplingParams
+from dora.errors import ModelError
+from dora.model.config import ModelConfig, TransformersConfig
+from dora.model.pretrained import has_published_names, load_config, load_pretrained
+from dora.trainer.logprobs import GroupLogprobs
+from dora.trainer.settings import Sample, TrainerSettings
+
+TEMPERATURE = 0.8
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_log_probs_of_engine_and_trainer_agree(kind: str, tmp_path: Path) -> None:
+    config, flat = load_pretrained(save_tiny(kind, tmp_path))
+    engine = Transformers(
+        model=str(tmp_path), max_rows=4, max_context=64, version_slots=1, device="cpu", dtype="float32"
+    )
+    engine.load(0, flat)
+    source = random.Random(0)
+    sampling = SamplingParams(temperature=TEMPERATURE, max_tokens=24)
+    prompts = [tuple(source.randrange(40) for _ in range(3 + i)) for i in range(4)]
+    engine.submit([request(i, prompt, sampling) for i, prompt in enumerate(prompts)])
+    outputs = [completion for _ in range(24) for completion in engine.step()]
+    samples = [Sample(c.prompt_ids.tolist(), c.token_ids.tolist(), c.logprobs.tolist(), 0.0) for c in outputs]
+    trainer = GroupLogprobs(config, TrainerSettings(lr=0.0, num_steps=1, temperature=TEMPERATURE), "cpu")
+    trainer.load_weights(flat)
+    assert len(samples) == 4
+    for sample, logprobs in zip(samples, trainer(samples), strict=True):
+        assert torch.allclose(torch.tensor(sample.logprobs), logprobs, rtol=0.0, atol=1e-4)
+
+
+def request(number: int, prompt: tuple[int, ...], sampling: SamplingParams) -> Request:
+    return Request(RequestId(0, 0, number), GroupId(0, 0), prompt, 0, number, sampling)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "no_such"}, "'no_such' is no causal language model of transformers"),
+        ({"model_type": "t5"}, "'t5' is no causal language model of transformers"),
+        ({"model_type": "bert"}, "'bert' attends to later tokens"),
+        ({"vision_config": {"hidden_size": 8}}, "has a vision_config, and only text is supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "is not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "is not supported"),
+        ({"head_dim": 7}, "an invalid value: .* even"),
+    ],
+)
+def test_a_model_that_cannot_be_computed_is_rejected(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = save_tiny("mistral", tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ModelError, match=message) as raised:
+        load_config(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
+    path = save_tiny("mistral", tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3}))
+    with pytest.raises(ModelError, match=r"does not fit config.json: .*model.layers.2"):
+        load_pretrained(tmp_path)
+
+
+def test_servers_find_the_weights_of_versions_unless_transformers_stacks_experts(tmp_path: Path) -> None:
+    found = {}
+    for kind in FAMILIES:
+        folder = save_tiny(kind, tmp_path / kind)
+        found[kind] = has_published_names(folder, load_config(folder))
+    assert [kind for kind, is_found in found.items() if not is_found] == ["deepseek_v3", "qwen3_next"]
+
+
+def test_a_family_of_the_own_decoder_stays_with_it(tmp_path: Path) -> None:
+    save_tiny("mistral", tmp_path)
+    path = tmp_path / "config.json"
+    assert isinstance(load_config(tmp_path), TransformersConfig)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": None}))
+    assert type(load_config(tmp_path)) is ModelConfig
