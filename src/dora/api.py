@@ -157,7 +157,10 @@ class Run:
         raise InputError(message) if code == BAD_INPUT else RunError(message)
 
     def stop(self) -> None:
-        """Let the run save a checkpoint and end. `dora train --resume` continues it."""
+        """Let the run save a checkpoint and end. `dora train --resume` continues it.
+
+        A run that has written nothing yet ends without a trace.
+        """
         if self._process is not None:
             driver = psutil.Process(self._process.pid) if self._process.poll() is None else None
         else:

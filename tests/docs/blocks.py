@@ -72,7 +72,8 @@ def run(block: Block, names: dict[str, object]) -> dict[str, object]:
 
 def furnish(folder: Path) -> None:
     """Create the files that pages name: the examples, some prompts, and blocks with a title."""
-    (folder / "examples").symlink_to(ROOT / "examples")
+    for name in ("examples", "demo"):
+        (folder / name).symlink_to(ROOT / "examples")
     (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
     pairs = [(12, 30, 6), (14, 21, 7), (25, 35, 5), (18, 24, 6)]
     rows = [{"prompt": f"{a},{b}:", "answer": f"{right:02}", "number": a} for a, b, right in pairs]

@@ -32,8 +32,8 @@ trainer = {batch_size = 8, lr = 3e-4}
 """
 )
 OF_PYTHON = {"README.md", "docs/quickstart.md", "docs/data.md", "docs/engine.md", "docs/environments.md"} | {
-    f"docs/{page}.md" for page in ("backends", "stream", "external-trainer", "service")
-}  # the last two are tried with a run that is served
+    f"docs/{page}.md" for page in ("backends", "stream", "external-trainer", "service", "python-api")
+}  # the last three are tried with runs
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,10 @@ def with_base(tables: dict[str, Any]) -> dict[str, Any]:
     """A fragment of a configuration, completed with the required keys."""
     several = {name: given for name, given in tables.items() if isinstance(given, list)}
     merged = {n: {**BASE.get(n, {}), **table} for n, table in tables.items() if n not in several}
-    return {**BASE, **merged, **several}
+    given = {**BASE, **merged, **several}
+    if "source" in several:
+        given["data"] = {key: value for key, value in given["data"].items() if key != "path"}
+    return given
 
 
 def test_every_block_has_a_language_that_is_tested() -> None:

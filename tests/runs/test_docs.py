@@ -17,9 +17,11 @@ from tests.docs.blocks import Block, commands, dora, furnish, of_language, run
 from tests.runtime.running import Run
 from tests.service.fake_run import FakeRun, serve
 
+from dora import api
 from dora.core.types import RequestId
 from dora.runtime.rollout.episodes import EpisodeEnded, EpisodeId, PolicyTurn
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 READING = ("dora audit", "dora why", "dora replay", "dora report", "dora trace")
 
 
@@ -106,3 +108,24 @@ def test_the_agent_of_the_page_runs_an_episode(here: Path) -> None:
         fake.process()
         agent.join(20)
         assert fake.replies()[-1] == EpisodeEnded(episode, 0, 0.0)
+
+
+@pytest.mark.timeout(240)
+def test_the_page_of_python_starts_and_reads_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its runs, but of one step and without evaluation."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    train, few = api.train, {"run.steps": 1, "trainer.batch_size": 2, "sampling.max_response_length": 40}
+
+    def train_a_little(config: Any, out: str, overrides: Any = None, **options: Any) -> api.Run:
+        no_evaluation = {} if isinstance(config, dict) else {"eval.num_prompts": 0}
+        return train(config, out, {**(overrides or {}), **few, **no_evaluation}, **options)
+
+    monkeypatch.setattr(api, "train", train_a_little)
+    names: dict[str, Any] = {}
+    for block in of_language("python"):
+        if block.page == "docs/python-api.md":
+            run(block, names)
+    assert [run.status.state for run in names["runs"]] == ["finished"] * 3
+    assert (tmp_path / "runs" / "a" / "report.html").is_file()
+    assert names["best"].folder.name.startswith("lr-")
