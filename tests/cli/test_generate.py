@@ -100,7 +100,7 @@ def test_a_message_is_formatted_with_the_chat_template_of_the_model(
         (
             "config.json",
             '{"model_type": "mamba"}',
-            "'mamba' is not supported; supported: llama, qwen2, qwen3",
+            "'mamba' is not supported: config.json has no max_position_embeddings",
         ),
         ("model.safetensors", "torn", "model.safetensors cannot be read"),
         ("model.safetensors", None, "has no *.safetensors file"),

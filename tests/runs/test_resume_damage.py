@@ -119,8 +119,8 @@ def test_a_journal_that_lost_its_last_lines_is_continued_from_there(killed: Resu
         assert any("journal.jsonl has lost its last lines" in text for text in read_previous(copy).warnings)
 
     groups = next(x["groups"] for x in journal(out) if x["kind"] == "train" and x["step"] == 3)
-    committed = [line for line in journal(out) if line["kind"] == "commit" and line["group"] in groups]
-    cut_journal(out, committed[-1]["seq"])  # before step 3 was trained, and its checkpoint written
+    scored = [line for line in journal(out) if line["kind"] == "group_scored" and line["group"] in groups]
+    cut_journal(out, scored[-1]["seq"])  # before step 3 was trained, and its checkpoint written
     ended = killed.resume().end()
     assert f"{checkpoints / 'step-4'} cannot be used: it needs" in ended.out
     assert "journal.jsonl has lost its last lines" in ended.out

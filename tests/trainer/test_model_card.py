@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import get_args
+
+import pytest
+from pydantic import BaseModel
 
 from dora.config.load import read_config
+from dora.config.schema import Config
 from dora.config.toml import to_toml
 from dora.trainer.model_card import model_card
 
@@ -38,3 +43,19 @@ def test_it_names_tasks_and_environments() -> None:
     assert "| environment | environment.py:Shop |" in card("tool_caller/environment.toml")
     assert "bigrams.py:" in card("second_reward/second_reward.toml")
     assert "LoRA" not in card("gcd.toml")
+
+
+@pytest.mark.parametrize(
+    "key", ["algorithm.policy_loss", "algorithm.adv_estimator", "orchestrator.update_policy"]
+)
+def test_keys_without_effect_may_be_missing(key: str) -> None:
+    """A card that cannot be written would fail the checkpoint."""
+    section, _, name = key.partition(".")
+    annotation = Config.model_fields[section].annotation
+    assert isinstance(annotation, type)
+    assert issubclass(annotation, BaseModel)
+    for value in get_args(annotation.model_fields[name].annotation):
+        required = {"online_dpo": "seq-mean-token-sum", "triplet_clip": "seq-mean-token-sum-norm"}.get(value)
+        others = [f"algorithm.loss_agg_mode={required}"] if required else []
+        others += ["orchestrator.max_staleness=0"] if value == "reinforce" else []
+        assert "| steps | 1200" in card("gcd.toml", f"{key}={value}", *others)

@@ -54,6 +54,11 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> TransformersConfig:
     source = json.dumps(raw, sort_keys=True)
     model, names = _skeleton(source)
     config = model.config
+    if _value(config, "max_position_embeddings", 0) < 1:  # state-space models, for one
+        raise ModelError(
+            f"{folder}: model_type = {kind!r} is not supported: config.json has no max_position_embeddings, "
+            "the context length; use a model with attention"
+        )
     tensors = dict(_named_tensors(model))
     heads = int(_value(config, "num_attention_heads", 1))
     return TransformersConfig(

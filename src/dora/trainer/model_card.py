@@ -35,14 +35,14 @@ model, tokenizer = (kind.from_pretrained("FOLDER") for kind in (AutoModelForCaus
 def model_card(config: Mapping[str, Any], step: int, version: str) -> str:
     """The card of a checkpoint after `step` steps; `config` is the resolved one, `version` DORA-RL's.
 
-    Paths are shortened to their last part: the card may be published.
+    Keys without effect are missing in it. Paths are shortened to their last part: the card may be published.
     """
     algorithm, trainer, sampling = config["algorithm"], config["trainer"], config["sampling"]
     rules, distillation = config["orchestrator"], config.get("distillation", {})
     tasks = config.get("reward_task", ())
     sources = config.get("source") or [config["data"]]
     rewards = [config.get("reward", {}).get("function"), *(task["class"] for task in tasks)]
-    loss = [algorithm["adv_estimator"], algorithm["policy_loss"], algorithm["loss_agg_mode"]]
+    loss = [algorithm[key] for key in ("adv_estimator", "policy_loss", "loss_agg_mode") if key in algorithm]
     rows = {
         "initial model": _name(config["model"]["path"]),
         "prompts": ", ".join(_name(source["path"]) for source in sources),
@@ -52,9 +52,9 @@ def model_card(config: Mapping[str, Any], step: int, version: str) -> str:
         "algorithm": ", ".join(loss),
         "steps": f"{step}, each of {trainer['batch_size']} groups of {sampling['group_size']} responses",
         "sampling": f"temperature {sampling['temperature']}, up to {sampling['max_response_length']} tokens",
-        "learning rate": f"{trainer['lr']:g}",
+        "learning rate": str(trainer.get("lr", "")),
         "LoRA": f"rank {trainer['lora_rank']}" if trainer.get("lora_rank") else "",
-        "policy versions": f"{rules['update_policy']}, staleness at most {rules['max_staleness']}",
+        "policy versions": f"{rules['update_policy']}, staleness at most {rules.get('max_staleness', 0)}",
         "seed": str(config["run"]["seed"]),
     }
     return _CARD.format(
