@@ -21,6 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,20 +35,25 @@ from report import git, machine
 
 TEN_MINUTES = ("doctor", "gradient", "demo", "arrivals")
 MARK = "DORA_GPU_STAGE"  # environment variable of all processes of a stage
+NUM_REHEARSED = 2  # stages at a time on a CPU, where figures do not count
 NUM_LOG_LINES = 15  # printed of a stage that failed
 
 
 def run_stage(name: str, options: list[str], limit_s: float, log: IO[bytes]) -> dict[str, Any]:
-    """Run a stage to its end or its time limit, and return its figures."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Run a stage to its end or its time limit, append what it prints to `log`, and return its figures.
+
+    Until then it prints to a file beside the log, which stays if this process is killed.
+    """
+    own_log = Path(log.name).with_name(f"{name}.log")
+    with tempfile.TemporaryDirectory() as folder, own_log.open("w+b") as printed:
         rows = Path(folder) / "rows.jsonl"
         rows.touch()
         script = str(Path(__file__).with_name("gpu_stages.py"))
         command = [sys.executable, script, name, "--rows", str(rows), *options]
-        started_s, begin = time.monotonic(), log.tell()
+        started_s = time.monotonic()
         mark = secrets.token_hex(8)
         environment = {**os.environ, MARK: mark}
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        process = subprocess.Popen(command, stdout=printed, stderr=printed, env=environment)
         try:
             code: int | str = process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -53,11 +62,14 @@ def run_stage(name: str, options: list[str], limit_s: float, log: IO[bytes]) -> 
             kill_marked(mark)
             process.wait()
         found = [json.loads(line) for line in rows.read_text().splitlines()]
+        printed.seek(0)
+        text = printed.read()
     result: dict[str, Any] = {"stage": name, "exit_code": code, "wall_s": time.monotonic() - started_s}
+    log.write(text)
+    log.flush()
+    own_log.unlink()
     if code != 0:
-        log.flush()
-        lines = Path(log.name).read_bytes()[begin:].decode(errors="replace").splitlines()
-        result["log"] = lines[-NUM_LOG_LINES:]
+        result["log"] = text.decode(errors="replace").splitlines()[-NUM_LOG_LINES:]
     return result | {"rows": found}
 
 
@@ -95,9 +107,12 @@ def main() -> int:
     options = ["--device", given.device, *["--tiny"] * given.tiny]
     given.out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
-    with (given.out / "gpu.log").open("wb") as log:
-        for name in names:
-            result = run_stage(name, options, min(given.limit_s, STAGES[name].limit_s), log)
+    with (given.out / "gpu.log").open("wb") as log, ExitStack() as stack:
+        at_once = NUM_REHEARSED if given.tiny and given.device == "cpu" else 1
+        threads = stack.enter_context(ThreadPoolExecutor(at_once))
+        limits = [min(given.limit_s, STAGES[name].limit_s) for name in names]
+        run = partial(run_stage, log=log)
+        for name, result in zip(names, threads.map(run, names, repeat(options), limits), strict=True):
             results.append(result)
             write_results(given.out / "gpu.json", results)
             is_failed = result["exit_code"] != 0
