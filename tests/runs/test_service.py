@@ -220,10 +220,13 @@ def test_an_idle_run_fails_with_what_agents_have_to_do(start_run: StartRun) -> N
         command="serve", service__agents="true", service__idle_timeout_s=0.5, service__linger_s=600.0
     )
     known = address(run)
-    run.wait_until((run.out / "summary.json").exists, "its summary")
-    late = httpx.get(f"{known.url}/v1/status", headers={"Authorization": f"Bearer {known.token}"})
-    error = late.json()["error"]
-    assert (late.status_code, error["type"]) == (410, "run_failed")
+
+    def status() -> httpx.Response:
+        return httpx.get(f"{known.url}/v1/status", headers={"Authorization": f"Bearer {known.token}"})
+
+    run.wait_until(lambda: status().status_code == 410, "its end in replies")
+    error = status().json()["error"]
+    assert error["type"] == "run_failed"
     assert "the run has failed after 0 of 4 steps: no event has arrived" in error["message"]
     os.kill(run.pid, signal.SIGTERM)
     ended = run.end()
