@@ -4,6 +4,7 @@
     python benchmarks/gpu_hour.py --ten-minutes          the first four
     python benchmarks/gpu_hour.py --only kernels fsdp    these, in this order
     python benchmarks/gpu_hour.py --tiny --device cpu    anywhere: shows that all of it runs
+    python benchmarks/gpu_hour.py --tiny --at-once 6     on a GPU, six stages at a time: finds what fails
 
 Each stage has its own process and time limit, and a stage that fails or hangs stops no other. Figures go to
 OUT/gpu.json, which is written again after each stage, and what the stages print to OUT/gpu.log. The exit code
@@ -95,6 +96,11 @@ def main() -> int:
     parser.add_argument("--ten-minutes", action="store_true")
     parser.add_argument("--only", nargs="+", choices=STAGES, metavar="STAGE")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="at most this for each stage")
+    parser.add_argument(
+        "--at-once", type=int, metavar="NUM",
+        help="stages at a time, whose times then mean nothing; `faults` must run alone (default: 1; with --tiny "
+        "on the CPU 2)",
+    )  # fmt: skip
     parser.add_argument("--list", action="store_true", help="the stages, their numbers and time limits")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu-results")))
     given = parser.parse_args()
@@ -108,7 +114,7 @@ def main() -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
     with (given.out / "gpu.log").open("wb") as log, ExitStack() as stack:
-        at_once = NUM_REHEARSED if given.tiny and given.device == "cpu" else 1
+        at_once = given.at_once or (NUM_REHEARSED if given.tiny and given.device == "cpu" else 1)
         threads = stack.enter_context(ThreadPoolExecutor(at_once))
         limits = [min(given.limit_s, STAGES[name].limit_s) for name in names]
         run = partial(run_stage, log=log)

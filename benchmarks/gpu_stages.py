@@ -769,6 +769,22 @@ def profile_engine(stage: Stage, config: ModelConfig) -> None:
     for _ in range(num_first):
         engine.step()
     profiled(stage, f"{num_steps} decode steps", lambda: [engine.step() for _ in range(num_steps)])
+    engine.abort([RequestId(0, row, 0) for row in range(rows)])
+    free = rows
+
+    def arrive() -> None:
+        """A step in which a request of 100 tokens arrives."""
+        nonlocal free
+        prompt = tuple(torch.randint(config.vocab_size, (min(100, context // 2),)).tolist())
+        sampling = SamplingParams(1.0, 2 * num_steps + 4)
+        engine.submit([Request(RequestId(0, free, 0), GroupId(0, free), prompt, 0, free, sampling)])
+        free += 1
+        engine.step()
+
+    for _ in range(num_steps):
+        arrive()
+    arriving = f"{num_steps} steps with an arrival of {min(100, context // 2)} tokens each"
+    profiled(stage, arriving, lambda: run_all(num_steps * [arrive]))
 
 
 def profile_trainer(stage: Stage, config: ModelConfig) -> None:
@@ -798,6 +814,8 @@ def profiled(stage: Stage, name: str, run: Callable[[], object]) -> None:
     total_us = sum(getattr(event, key) for event in events) or 1.0
     stage.report(f"{name}: wall time", took_s * 1e3, "ms")
     stage.report(f"{name}: time of kernels", total_us / 1e3, "ms", least=1e-6, always=True)
+    launches = sum(event.count for event in events if event.device_type.name == "CUDA")
+    stage.report(f"{name}: kernels", launches)
     for event in events[:12]:
         stage.report(f"{name}: {event.key[:80]} x {event.count}", getattr(event, key) / total_us)
 

@@ -7,7 +7,9 @@ replayed, and all else is the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -152,7 +154,10 @@ class CUDAGraphRunner(ModelRunner):
         if not self._is_gpu:
             return lambda: step()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
+        with (
+            _no_garbage_collection(),
+            torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"),
+        ):
             step()
         return graph.replay
 
@@ -173,6 +178,18 @@ class CUDAGraphRunner(ModelRunner):
         self._results[1:, :num_rows] = sampled.logprobs
         tokens.copy_(sampled.tokens)
         positions += rows != self._padding_row
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect no garbage in the block: a graph that is freed during a capture invalidates the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _StepInFlight:

@@ -140,7 +140,7 @@ class Engine:
         runner = CUDAGraphRunner if device == "cuda" or kernels == "triton" else ModelRunner
         kv_transfer = kv_transfer or ("staged" if device == "cuda" else "shared")
         sizes = (max_rows + exact * SPARE_ROWS, max_context, version_slots, num_blocks)
-        in_file = None if kv_transfer == "staged" else pool
+        in_file = pool if device == "cpu" and kv_transfer != "staged" else None
         allocate, is_padded = _allocator(in_file, dtype), runner is CUDAGraphRunner
         self._workspace = Workspace(config, *sizes, allocate, device, dtype, is_padded=is_padded)
         self._runner: ModelRunner = runner(self._workspace, kernels)
