@@ -98,8 +98,8 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="at most this for each stage")
     parser.add_argument(
         "--at-once", type=int, metavar="NUM",
-        help="stages at a time, whose times then mean nothing; `faults` must run alone (default: 1; with --tiny "
-        "on the CPU 2)",
+        help="stages at a time, whose times then mean nothing; `faults` must run alone (default: 1, "
+        "or 2 with --tiny on the CPU)",
     )  # fmt: skip
     parser.add_argument("--list", action="store_true", help="the stages, their numbers and time limits")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu-results")))

@@ -772,7 +772,7 @@ def profile_engine(stage: Stage, config: ModelConfig) -> None:
     engine.abort([RequestId(0, row, 0) for row in range(rows)])
     free = rows
 
-    def arrive() -> None:
+    def arrive(_: int) -> None:
         """A step in which a request of 100 tokens arrives."""
         nonlocal free
         prompt = tuple(torch.randint(config.vocab_size, (min(100, context // 2),)).tolist())
@@ -781,10 +781,10 @@ def profile_engine(stage: Stage, config: ModelConfig) -> None:
         free += 1
         engine.step()
 
-    for _ in range(num_steps):
-        arrive()
+    for number in range(num_steps):
+        arrive(number)
     arriving = f"{num_steps} steps with an arrival of {min(100, context // 2)} tokens each"
-    profiled(stage, arriving, lambda: run_all(num_steps * [arrive]))
+    profiled(stage, arriving, lambda: list(map(arrive, range(num_steps))))
 
 
 def profile_trainer(stage: Stage, config: ModelConfig) -> None:

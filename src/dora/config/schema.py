@@ -411,6 +411,11 @@ class TrainerSection(Section):
         description="Response tokens whose logits are in memory at the same time (tokens). Unset: 256 on the "
         "CPU, 2048 on a GPU.",
     )
+    torch_compile: bool | None = Field(
+        default=None,
+        description="Compile elementwise operations of the model and of its log-probs with torch.compile, so "
+        "that a chain of them is one kernel. The first steps take longer. Unset: on a GPU.",
+    )
     lr: float = Field(gt=0, description="Peak learning rate of AdamW (per step).")
     warmup_steps: int = Field(default=0, ge=0, description="Linear warm-up of the learning rate (steps).")
     lr_decay: LrDecay = Field(

@@ -9,17 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from dora.model.config import ModelConfig, RopeScaling
+from dora.model.device import uncompiled
 from dora.model.moe import RecordingRouter, Router, expert_weights, mix_experts
 
 Weights = Mapping[str, Tensor]
 LayerRunner = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class AttentionFn(Protocol):
@@ -37,11 +39,12 @@ def forward(
     attend: AttentionFn,
     router: Router | None = None,
     run_layer: LayerRunner = lambda layer, x: layer(x),
+    fuse: Compiler = uncompiled,
 ) -> Tensor:
     """Final hidden states [N, hidden] of packed tokens [N] with the RoPE rows [N, D] of their positions.
 
     `router` chooses the experts of MoE layers, by default the top k. `run_layer` calls each layer on its
-    input [N, hidden]; with activation checkpointing it does so twice.
+    input [N, hidden]; with activation checkpointing it does so twice. `fuse` compiles elementwise operations.
     """
     router, eps = router or RecordingRouter(config), config.rms_norm_eps
 
@@ -49,12 +52,13 @@ def forward(
         name = f"model.layers.{i}."
         h = _norm(weights, name + "input_layernorm", x, eps)
         q, k, v = _qkv(weights, config, name + "self_attn.", h)
-        attended = attend(i, apply_rope(q, cos, sin), apply_rope(k, cos, sin), v).flatten(-2)
+        q, k = fuse(_rotate)(q, k, cos, sin)
+        attended = attend(i, q, k, v).flatten(-2)
         x = x + _linear(weights, name + "self_attn.o_proj", attended)
         h = _norm(weights, name + "post_attention_layernorm", x, eps)
         if i in config.moe_layers:
-            return x + _moe(weights, config, i, h, router)
-        return x + _mlp(weights, name + "mlp.", h)
+            return x + _moe(weights, config, i, h, router, fuse)
+        return x + _mlp(weights, name + "mlp.", h, fuse)
 
     x = F.embedding(tokens, weights["model.embed_tokens.weight"]).to(weights["model.norm.weight"].dtype)
     for i in range(config.num_hidden_layers):
@@ -81,6 +85,10 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [N, heads, D] by cos and sin [N, D] fp32; only the result is rounded to x's dtype."""
     left, right = x.chunk(2, dim=-1)
     return (x * cos[:, None] + torch.cat((-right, left), dim=-1) * sin[:, None]).to(x.dtype)
+
+
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return apply_rope(q, cos, sin), apply_rope(k, cos, sin)
 
 
 def rope_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
@@ -138,14 +146,22 @@ def _qkv(weights: Weights, config: ModelConfig, attn: str, h: Tensor) -> list[Te
     return [q, k, v]
 
 
-def _mlp(weights: Weights, mlp: str, h: Tensor) -> Tensor:
-    gate = F.silu(_linear(weights, mlp + "gate_proj", h))
-    return _linear(weights, mlp + "down_proj", gate * _linear(weights, mlp + "up_proj", h))
+def _mlp(weights: Weights, mlp: str, h: Tensor, fuse: Compiler) -> Tensor:
+    gate, up = (_linear(weights, f"{mlp}{x}_proj", h) for x in ("gate", "up"))
+    return _linear(weights, mlp + "down_proj", fuse(_swiglu)(gate, up))
 
 
-def _moe(weights: Weights, config: ModelConfig, layer: int, h: Tensor, router: Router) -> Tensor:
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def _moe(
+    weights: Weights, config: ModelConfig, layer: int, h: Tensor, router: Router, fuse: Compiler
+) -> Tensor:
     mlp = f"model.layers.{layer}.mlp."
     probs = _linear(weights, mlp + "gate", h).float().softmax(-1)
     ids = router(layer, probs)
     weights_of_ids = expert_weights(config, probs, ids).to(h.dtype)
-    return mix_experts(h, ids, weights_of_ids, lambda i, part: _mlp(weights, f"{mlp}experts.{i}.", part))
+    return mix_experts(
+        h, ids, weights_of_ids, lambda i, part: _mlp(weights, f"{mlp}experts.{i}.", part, fuse)
+    )

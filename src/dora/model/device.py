@@ -1,9 +1,27 @@
-"""Copies to a device for which the host does not wait."""
+"""Copies to a device for which the host does not wait, and functions compiled for a device."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar, cast
+
 import torch
 from torch import Tensor
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@cache
+def compiled(function: _Function) -> _Function:
+    """`torch.compile(function)`, which runs chains of elementwise operations as one kernel."""
+    fused: Any = torch.compile(function, fullgraph=True)
+    return cast(_Function, fused)
+
+
+def uncompiled(function: _Function) -> _Function:
+    """`function` itself, in the place of `compiled`."""
+    return function
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

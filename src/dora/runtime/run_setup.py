@@ -282,6 +282,12 @@ class RunSetup:
         return trainer.logits_chunk_tokens or _LOGITS_CHUNK_TOKENS[is_gpu(trainer.device)]
 
     @property
+    def torch_compile(self) -> bool:
+        """Whether the trainer compiles elementwise operations."""
+        trainer = self.config.trainer
+        return is_gpu(trainer.device) if trainer.torch_compile is None else trainer.torch_compile
+
+    @property
     def notices(self) -> list[str]:
         """Warnings about valid settings that are usually mistakes."""
         trainer, num_prompts = self.config.trainer, self.num_prompts
@@ -620,6 +626,7 @@ class RunSetup:
             mini_batch_tokens=config.trainer.mini_batch_tokens,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
             logits_chunk_tokens=self.logits_chunk_tokens,
+            torch_compile=self.torch_compile,
             model=config.trainer.model,
             dtype=config.trainer.dtype,
             activation_checkpointing=config.trainer.activation_checkpointing,

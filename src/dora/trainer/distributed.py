@@ -213,7 +213,11 @@ class DistributedLearner:
         self._layout, self._dtype = WeightLayout(config), getattr(torch, settings.dtype)
         placeholder = {_NORM: torch.empty(0, device=group.device)}
         self._unsharded = Policy(
-            config, placeholder, settings.temperature, logits_chunk_tokens=settings.logits_chunk_tokens
+            config,
+            placeholder,
+            settings.temperature,
+            logits_chunk_tokens=settings.logits_chunk_tokens,
+            torch_compile=settings.torch_compile,
         )
         self._failure: str | None = None
 
@@ -637,6 +641,7 @@ class ShardedPolicy(Policy):
             gathered,
             settings.temperature,
             logits_chunk_tokens=settings.logits_chunk_tokens,
+            torch_compile=settings.torch_compile,
             activation_checkpointing=not is_frozen and settings.activation_checkpointing,
         )
         self._run_gathered, self._run_layer = self._run_layer, self._run_layer_module

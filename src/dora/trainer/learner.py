@@ -117,6 +117,7 @@ class LocalLearner:
             settings.temperature,
             self._exact_logprobs_of(flat),
             logits_chunk_tokens=settings.logits_chunk_tokens,
+            torch_compile=settings.torch_compile,
             activation_checkpointing=settings.activation_checkpointing,
         )
         reference_policy: Policy | None = None

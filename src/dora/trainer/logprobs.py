@@ -77,8 +77,9 @@ class GroupLogprobs:
             chunk = self._settings.logits_chunk_tokens
             make = policy_class(self._config, self._settings.model)
             policy = self._policy or make(
-                self._config, views, self._settings.temperature, logits_chunk_tokens=chunk
-            )
+                self._config, views, self._settings.temperature, logits_chunk_tokens=chunk,
+                torch_compile=self._settings.torch_compile,
+            )  # fmt: skip
             self._policy = policy.with_weights(views, None)
 
     def __call__(self, group: Sequence[Sample]) -> list[Tensor]:

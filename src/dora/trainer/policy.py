@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from dora.model import decoder
 from dora.model.attention import varlen_attention
 from dora.model.config import ModelConfig
-from dora.model.decoder import AttentionFn
+from dora.model.decoder import AttentionFn, Compiler
+from dora.model.device import compiled, uncompiled
 from dora.model.moe import Router
 from dora.trainer.packing import PackedBatch
 
@@ -40,13 +41,16 @@ class Policy:
         *,
         logits_chunk_tokens: int = 256,
         activation_checkpointing: bool = False,
+        torch_compile: bool = False,
     ) -> None:
         """At most `logits_chunk_tokens` rows of logits exist at a time.
 
         With `activation_checkpointing` a layer saves its input alone and runs again in the backward pass.
+        With `torch_compile` each chain of elementwise operations is one kernel.
         """
         self._exact_logprobs = exact_logprobs
         self._chunk_tokens = logits_chunk_tokens
+        self._fuse: Compiler = compiled if torch_compile else uncompiled
         self.config = config
         self.weights = weights
         self.temperature = temperature
@@ -80,14 +84,15 @@ class Policy:
     def _token_logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs of `targets` [N] and entropies [N] from hidden states [N, hidden]."""
         head = decoder.lm_head(self.weights)
-        return token_logprobs(hidden, head, targets, self.temperature, self._chunk_tokens)
+        return token_logprobs(hidden, head, targets, self.temperature, self._chunk_tokens, self._fuse)
 
     def hidden_states(self, batch: PackedBatch, router: Router | None = None) -> Tensor:
         """Final hidden states [M, hidden]."""
         cos, sin = (table.index_select(0, batch.position_ids) for table in (self._cos, self._sin))
         return decoder.forward(
-            self.weights, self.config, batch.input_ids, cos, sin, _attention(batch), router, self._run_layer
-        )
+            self.weights, self.config, batch.input_ids, cos, sin, _attention(batch), router, self._run_layer,
+            self._fuse,
+        )  # fmt: skip
 
 
 def _run(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -144,7 +149,12 @@ def _take_rows(x: Tensor, ids: Tensor) -> Tensor:
 
 
 def token_logprobs(
-    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, chunk_tokens: int
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    temperature: float,
+    chunk_tokens: int,
+    fuse: Compiler = uncompiled,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of `targets` [N] and the distributions' entropies [N], in nats; both carry a gradient.
 
@@ -152,23 +162,24 @@ def token_logprobs(
     is computed in the dtype of `hidden`, the rest in at least fp32. Both passes handle `chunk_tokens`
     positions at a time, and the backward pass computes their logits again. Peak memory is two buffers of
     chunk_tokens * V logits, the head in the dtype of `hidden`, and in the backward pass the head's gradient.
-    A token of probability 0 contributes 0 to the entropy.
+    A token of probability 0 contributes 0 to the entropy. `fuse` compiles what is done to the logits.
     """
     apply: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLogprobs.apply
-    return apply(hidden, head, targets, temperature, chunk_tokens)
+    return apply(hidden, head, targets, temperature, chunk_tokens, fuse)
 
 
 class _ChunkedLogprobs(Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, chunk_tokens: int
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, chunk_tokens: int,
+        fuse: Compiler,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.temperature, ctx.chunk_tokens, ctx.fuse = temperature, chunk_tokens, fuse
         matrix = head.to(hidden.dtype)
         chunks = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
         results = [
-            _logprobs_and_entropies(_distribution(rows, matrix, temperature), chunk_targets)
+            fuse(_logprobs_and_entropies)(rows, matrix, temperature, chunk_targets)
             for rows, chunk_targets in chunks
         ]
         logprobs, entropies = (torch.cat(column) for column in zip(*results, strict=True))
@@ -185,15 +196,15 @@ class _ChunkedLogprobs(Function):
         grad_logits = None
         for i in range(0, len(hidden), size):
             chunk, grad_logits = slice(i, i + size), None  # free the previous chunk's first
-            distribution = _distribution(hidden[chunk], matrix, temperature)
             chunk_grads = [None if grad is None else grad[chunk, None] / temperature for grad in grads]
-            _to_logits_gradient(distribution, targets[chunk, None], entropies[chunk, None], *chunk_grads)
-            grad_logits = distribution.to(hidden.dtype)
-            del distribution
+            columns = targets[chunk, None], entropies[chunk, None]
+            grad_logits = ctx.fuse(_logits_gradient)(
+                hidden[chunk], matrix, temperature, *columns, *chunk_grads
+            )
             torch.mm(grad_logits, matrix, out=grad_hidden[chunk])
             if grad_head is not None:
                 _add_product(grad_head, grad_logits, hidden[chunk])
-        return grad_hidden, grad_head, None, None, None
+        return grad_hidden, grad_head, None, None, None, None
 
 
 def _distribution(rows: Tensor, matrix: Tensor, temperature: float) -> Tensor:
@@ -203,8 +214,11 @@ def _distribution(rows: Tensor, matrix: Tensor, temperature: float) -> Tensor:
     return logits.div_(temperature).log_softmax(-1)
 
 
-def _logprobs_and_entropies(distribution: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probs of targets [C] and entropies [C]; overwrites the distribution [C, V]."""
+def _logprobs_and_entropies(
+    rows: Tensor, matrix: Tensor, temperature: float, targets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of targets [C] and entropies [C]."""
+    distribution = _distribution(rows, matrix, temperature)
     logprobs = distribution.gather(-1, targets[:, None]).squeeze(-1)
     p = distribution.exp()
     return logprobs, -p.mul_(_finite(distribution)).sum(-1)
@@ -215,18 +229,21 @@ def _finite(distribution: Tensor) -> Tensor:
     return distribution.clamp_(min=torch.finfo(distribution.dtype).min)
 
 
-def _to_logits_gradient(
-    distribution: Tensor,
+def _logits_gradient(
+    rows: Tensor,
+    matrix: Tensor,
+    temperature: float,
     targets: Tensor,
     entropies: Tensor,
     grad_logprobs: Tensor | None,
     grad_entropies: Tensor | None,
-) -> None:
-    """Overwrite a distribution [C, V] by the gradient for logits / temperature; the others are [C, 1].
+) -> Tensor:
+    """The gradient for logits / temperature [C, V], in the dtype of `rows` [C, H]; the others are [C, 1].
 
-    With p = exp(distribution), y the target and H the entropy: d log p[y] / dz = onehot(y) - p, and
+    With p the distribution, y the target and H the entropy: d log p[y] / dz = onehot(y) - p, and
     dH / dz = -p (log p + H).
     """
+    distribution = _distribution(rows, matrix, temperature)
     p = distribution.exp()
     if grad_entropies is None:
         distribution.zero_()
@@ -235,8 +252,13 @@ def _to_logits_gradient(
     if grad_logprobs is not None:
         distribution.add_(grad_logprobs)
     distribution.mul_(p).neg_()
-    if grad_logprobs is not None:
+    del p
+    if grad_logprobs is not None and torch.compiler.is_compiling():  # a scatter would be a kernel of its own
+        at_target = torch.arange(distribution.shape[1], device=targets.device) == targets
+        distribution += torch.where(at_target, grad_logprobs, 0.0)
+    elif grad_logprobs is not None:
         distribution.scatter_add_(1, targets, grad_logprobs)
+    return distribution.to(rows.dtype)
 
 
 def _add_product(total: Tensor, grad_logits: Tensor, rows: Tensor) -> None:

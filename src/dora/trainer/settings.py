@@ -32,9 +32,10 @@ class TrainerSettings:
     takes several updates of about this many response tokens each, and divides their gradients by it.
     `model` chooses who computes the policy: transformers, or for a family that it knows the own decoder.
     `temperature` is the sampling temperature of the samples. At most `logits_chunk_tokens` rows of vocabulary
-    logits exist at a time. With `lora`, adapters are trained instead of the weights. With
-    `offload_optimizer` AdamW's moments of the weights are in host memory. With `samples_have_reference` the
-    trainer reads the reference policy's log-probs from its samples.
+    logits exist at a time. With `torch_compile` each chain of elementwise operations is one kernel. With
+    `lora`, adapters are trained instead of the weights. With `offload_optimizer` AdamW's moments of the
+    weights are in host memory. With `samples_have_reference` the trainer reads the reference policy's
+    log-probs from its samples.
     """
 
     lr: float
@@ -62,6 +63,7 @@ class TrainerSettings:
     dtype: Dtype = "float32"  # of forward and backward; weights are stepped in fp32
     activation_checkpointing: bool = False
     logits_chunk_tokens: int = 256
+    torch_compile: bool = False
     model: ModelImplementation = "auto"
     lora: LoraSettings | None = None
     offload_optimizer: bool = False
