@@ -249,13 +249,15 @@ def test_a_run_of_three_versions_captures_few_graphs(max_rows: int, padded: None
         )
         engine.step()
     assert most_versions == 3
-    assert graph_runner(engine).num_captured <= 12
+    assert graph_runner(engine).num_captured <= 12 + 3  # of decode steps, and of prefills in three slots
 
 
 def test_the_order_of_versions_does_not_matter_to_graphs(padded: None) -> None:
     engine = tiny.make_engine(num_versions=2)
     requests = [tiny.make_request(i, version=i % 2, group_size=1, prompt_length=5) for i in range(12)]
     tiny.run(engine, requests)
+    again = [replace(request, id=RequestId(1, *request.id[1:])) for request in requests]
+    tiny.run(engine, again)  # captures the prefill of each slot
     num_captured = graph_runner(engine).num_captured
     for version in (0, 1):  # version 3 is loaded into the slot of version 0
         engine.drop(version)

@@ -1,8 +1,9 @@
-"""Decode steps of a few shapes on static buffers, which a GPU replays as CUDA graphs.
+"""Steps of a few shapes on static buffers, which a GPU replays as CUDA graphs.
 
 The rows of each version are padded to a bucket. Tokens are sampled on the device and become the inputs of the
-next step there, so that step can start before they are on the host. On a CPU steps are called instead of
-replayed, and all else is the same.
+next step there, so that step can start before they are on the host. Short prompts are prefilled as rows of a
+step without logits, because to launch the kernels of a prefill one by one takes longer than to run them. On a
+CPU steps are called instead of replayed, and all else is the same.
 """
 
 from __future__ import annotations
@@ -18,11 +19,18 @@ from torch import Tensor
 
 from dora.engine.kernels.device_sampler import DeviceSamplingMetadata, device_metadata, sample_on_device
 from dora.engine.kernels.sampler import SAMPLING_DTYPE, Int64s, SamplerOutput, SamplingMetadata
-from dora.engine.kernels.workspace import MAX_PADDING, ForwardBatch, Workspace
-from dora.engine.runner import ModelRunner
+from dora.engine.kernels.workspace import (
+    MAX_PADDING,
+    MAX_PREFILL_READS,
+    MAX_PREFILL_ROWS,
+    MAX_PREFILL_TABLES,
+    ForwardBatch,
+    Workspace,
+)
+from dora.engine.runner import ModelRunner, PrefillInput, prefill_inputs
 
 _BUCKET = (MAX_PADDING + 1) // 2  # rows of the only version; smaller batches have powers of two
-MAX_GRAPHS = 32  # kept; each holds some megabytes of the device
+MAX_GRAPHS = 48  # kept; each holds some megabytes of the device
 
 
 def padded_rows(counts: Int64s, max_rows: int) -> Int64s:
@@ -51,8 +59,9 @@ class CUDAGraphRunner(ModelRunner):
     num_steps_ahead = 1
 
     def __init__(self, workspace: Workspace, kernels: str) -> None:
-        num_rows, device = len(workspace.x), workspace.device
-        self._padding_row, self._is_gpu = len(workspace.block_tables) - 1, device.type == "cuda"
+        num_rows, device = len(workspace.logits), workspace.device
+        self._padding_row = len(workspace.block_tables) - 1 - MAX_PREFILL_TABLES
+        self._is_gpu = device.type == "cuda"
         no_rows = np.zeros(0, SAMPLING_DTYPE), np.zeros(0, np.int64)
         on_host = device_metadata(*no_rows, num_rows, workspace.config.vocab_size)
         self._metadata = DeviceSamplingMetadata(*(values.to(device) for values in on_host))
@@ -64,6 +73,7 @@ class CUDAGraphRunner(ModelRunner):
         self.num_started = 0  # steps, with those that were discarded
         self._graph_pool = torch.cuda.graph_pool_handle() if self._is_gpu else None
         self._in_flight: _StepInFlight | None = None
+        self._has_inputs = False  # those of the step after the one in flight are on the device
         super().__init__(workspace, kernels)
 
     def set_batch(self, rows: Int64s, slots: Int64s) -> None:
@@ -90,7 +100,7 @@ class CUDAGraphRunner(ModelRunner):
         step = self._in_flight
         assert step is not None
         assert step.covers(self._real_rows, positions), "rows joined the batch while a step was in flight"
-        starts_next = step.batch is self.batch and can_continue()
+        starts_next = step.batch is self.batch and self._has_inputs and can_continue()
         self._in_flight = self._start(positions + 1, metadata) if starts_next else None
         return step.read(self._real_rows)
 
@@ -108,38 +118,81 @@ class CUDAGraphRunner(ModelRunner):
         """See ModelRunner."""
         self._in_flight = None
 
+    def _prefill_packed(self, slot: int, prompts: list[PrefillInput]) -> None:
+        """See ModelRunner; the tokens are rows of a step, unless they are too many or the model is an MoE."""
+        num_new = [prompt.num_new for prompt in prompts]
+        num_tokens, num_reads = sum(num_new), sum(p.num_new * len(p.token_ids) for p in prompts)
+        is_short = num_tokens <= MAX_PREFILL_ROWS and num_reads <= MAX_PREFILL_READS
+        if self._moe_layers or not is_short or len(prompts) > MAX_PREFILL_TABLES:
+            super()._prefill_packed(slot, prompts)
+            return
+        work, size = self._workspace, max(_BUCKET, 1 << (num_tokens - 1).bit_length())
+        width, unused = max(len(p.block_table) for p in prompts), len(work.kv) - 1
+        tables = np.full((len(prompts), width), unused, np.int64)
+        for table, prompt in zip(tables, prompts, strict=True):
+            table[: len(prompt.block_table)] = prompt.block_table
+        first = self._padding_row + 1
+        inputs = np.zeros((4, size), np.int64)
+        inputs[:2, :num_tokens] = prefill_inputs(prompts)[:2]
+        inputs[2], inputs[3] = self._padding_row, slot
+        inputs[2, :num_tokens] = np.repeat(np.arange(first, first + len(prompts)), num_new)
+        self._copy(work.block_tables[first : first + len(prompts), :width], tables)
+        self._copy(work.inputs[:, :size], inputs)
+        self._has_inputs = False
+        batch, segments = self.batch, self._segments
+        super().set_batch(inputs[2], inputs[3])
+        self._run(("prefill", slot, size), partial(self._prefill_step, size))
+        self.batch, self._segments = batch, segments
+
+    def _prefill_step(self, size: int) -> None:
+        work = self._workspace
+        self._forward(work.tokens[:size], self._host_positions(work.positions[:size]))
+
+    def _host_positions(self, positions: Tensor) -> Int64s:
+        """The argument of kernels on the CPU; those of a GPU read the device's."""
+        return np.zeros(0, np.int64) if self._is_gpu else positions.numpy()
+
+    def _copy(self, target: Tensor, values: Int64s | Tensor) -> None:
+        """Copy to the device through pinned memory, which torch reuses only after the copy."""
+        source = torch.as_tensor(values)
+        target.copy_(source.pin_memory() if self._is_gpu else source, non_blocking=True)
+
     def _send_inputs(self, tokens: Int64s, positions: Int64s, metadata: SamplingMetadata) -> None:
-        """Copy inputs to the device through pinned memory, which torch reuses only after the copy."""
+        """Copy the inputs of a decode step to the device."""
         work, num_rows = self._workspace, len(self.batch)
-        inputs = np.zeros(work.inputs.shape, np.int64)
+        inputs = np.zeros((4, len(work.logits)), np.int64)
         inputs[0, self._real_indices], inputs[1, self._real_indices] = tokens, positions
         inputs[2, :num_rows], inputs[3, :num_rows] = self.batch.rows, self.batch.slots
-        sent = [(work.inputs, torch.from_numpy(inputs))]
+        self._copy(work.inputs[:, : inputs.shape[1]], inputs)
+        self._has_inputs = True
         if metadata is not self._sent_metadata:
-            on_host = device_metadata(metadata, self._real_indices, len(work.x), work.config.vocab_size)
-            sent += zip(self._metadata, on_host, strict=True)
+            on_host = device_metadata(metadata, self._real_indices, inputs.shape[1], work.config.vocab_size)
+            for target, values in zip(self._metadata, on_host, strict=True):
+                self._copy(target, values)
             self._sent_metadata = metadata
-        for target, values in sent:
-            target.copy_(values.pin_memory() if self._is_gpu else values, non_blocking=True)
 
     def _start(self, positions: Int64s, metadata: SamplingMetadata) -> _StepInFlight:
         """Start the step whose inputs are on the device."""
         is_modified, has_filters = bool(metadata["is_modified"].any()), bool(metadata["is_filtered"].any())
-        key = (self._shape, is_modified, has_filters)
-        step = self._graphs.pop(key, None)
-        if step is None:
-            self._forget_graph()
-            step = partial(self._step, is_modified, has_filters)
-        elif isinstance(step, partial) and not self._moe_layers:
-            step = self._capture(step)
-            self.num_captured += 1
-        self._graphs[key] = step
-        step()
+        step = partial(self._step, is_modified, has_filters)
+        self._run((self._shape, is_modified, has_filters), step)
         self.num_started += 1
         self._hosts.reverse()
         padded = np.full(len(self.batch), -1, np.int64)
         padded[self._real_indices] = positions
         return _StepInFlight(self.batch, self._hosts[0], self._results, padded)
+
+    def _run(self, key: tuple[object, ...], called: partial[None]) -> None:
+        """Run the step of a shape: by calling it, the second time while it is captured, then as a graph."""
+        step = self._graphs.pop(key, None)
+        if step is None:
+            self._forget_graph()
+            step = called
+        elif isinstance(step, partial) and not self._moe_layers:
+            step = self._capture(called)
+            self.num_captured += 1
+        self._graphs[key] = step
+        step()
 
     def _forget_graph(self) -> None:
         """Make room for another shape."""
@@ -165,7 +218,7 @@ class CUDAGraphRunner(ModelRunner):
         """Compute the results and the inputs of the next step; padding rows keep their position."""
         work, num_rows = self._workspace, len(self.batch)
         tokens, positions, rows = (x[:num_rows] for x in (work.tokens, work.positions, work.rows))
-        router = self._forward(tokens, np.zeros(0, np.int64) if self._is_gpu else positions.numpy())
+        router = self._forward(tokens, self._host_positions(positions))
         if self._moe_layers:
             self._store_routes(router, rows, positions)
         for s in self._segments:

@@ -180,7 +180,7 @@ class ModelRunner:
         attention = fused_causal_attention if device.type == "cuda" else causal_attention
         num_queries, num_keys = [p.num_new for p in prompts], [len(p.token_ids) for p in prompts]
         layout = varlen_layout(num_queries, num_keys, device)
-        tokens, positions, blocks = to_device(torch.from_numpy(_prefill_inputs(prompts)), device)
+        tokens, positions, blocks = to_device(torch.from_numpy(prefill_inputs(prompts)), device)
         tables = {  # of prompts that attend to cached tokens
             i: to_device(torch.tensor(p.block_table), device) for i, p in enumerate(prompts) if p.num_cached
         }
@@ -264,7 +264,7 @@ class _Segment:
     logits: Tensor
 
 
-def _prefill_inputs(prompts: Sequence[PrefillInput]) -> NDArray[np.int64]:
+def prefill_inputs(prompts: Sequence[PrefillInput]) -> NDArray[np.int64]:
     """Token, position and KV block of each token to compute: [3, N]."""
     columns = []
     for prompt in prompts:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dora.engine.block_manager import BLOCK_SIZE
 from dora.engine.kernels.eager import linear
-from dora.engine.kernels.workspace import PARTITION, ForwardBatch, Workspace
+from dora.engine.kernels.workspace import MAX_PREFILL_READS, PARTITION, ForwardBatch, Workspace
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default differs between versions of Triton
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -199,7 +199,9 @@ class TritonKernels:
         self._offsets, self._slot_stride = work.layout.offsets, work.weights.stride(0)
         heads, dim = config.num_attention_heads, config.head_dim
         self._max_context = work.block_tables.shape[1] * BLOCK_SIZE
-        max_items = max(self._max_partitions(num) for num in range(1, len(work.x) + 1))
+        num_rows = len(work.logits)  # of decode steps; prompts have more rows, and few tokens to attend to
+        max_items = max(self._max_partitions(num) for num in range(1, num_rows + 1))
+        max_items = max(max_items, len(work.x) + MAX_PREFILL_READS // (partition or self._tile))
         self._q = torch.zeros(len(work.x), heads, dim, dtype=work.dtype, device=work.device)
         self._partial = torch.zeros(max_items, heads, dim, device=work.device)
         self._masses = torch.zeros(max_items, heads, device=work.device)
@@ -224,7 +226,9 @@ class TritonKernels:
         group = max(_MIN_DOT, triton.next_power_of_2(heads // kv_heads))
         if layer == 0:
             self._find_partitions(num_rows)
-        num_programs = min(self._max_partitions(num_rows), max(1, _MAX_PROGRAMS // kv_heads))
+        num_programs = min(
+            self._max_partitions(num_rows), len(self._items), max(1, _MAX_PROGRAMS // kv_heads)
+        )
         _attend[(num_programs, kv_heads)](
             self._q, work.kv, work.rows, work.positions, work.block_tables, self._owners, self._ends,
             self._partial, self._masses, layer, work.kv.stride(0), work.block_tables.stride(0),
@@ -261,7 +265,7 @@ class TritonKernels:
         ends, partition = self._ends[:num_rows], self._partition(num_rows)
         counts = (self._work.positions[:num_rows] + partition) // partition
         torch.cumsum(counts, 0, out=ends)
-        num_items = self._max_partitions(num_rows)
+        num_items = min(self._max_partitions(num_rows), len(self._items))
         torch.searchsorted(ends, self._items[:num_items], right=True, out=self._owners[:num_items])
 
     def _max_partitions(self, num_rows: int) -> int:

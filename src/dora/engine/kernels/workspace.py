@@ -24,6 +24,9 @@ _ALIGNMENT = 16  # elements: a cache line of fp32
 PARTITION = 512  # tokens of a row that one program of a GPU attends to, at most
 KVAllocator = Callable[[tuple[int, ...]], Tensor]  # shape -> zeros of the engine's dtype
 MAX_PADDING = 63  # rows that padding adds to a version's segment of a batch, at most
+MAX_PREFILL_ROWS = 512  # tokens of prompts that are rows of a padded step, at most
+MAX_PREFILL_TABLES = 16  # prompts of such a step, at most
+MAX_PREFILL_READS = 2**17  # tokens that such a step attends to, summed over its rows, at most
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Workspace:
     kv           [block, kv layer, 2, token, kv head, dim]   a block is contiguous
     routes       [block, token, MoE layer, k]   the experts of each token, int16; views of the last kv
                  layers, so that they are copied with the KV
-    block_tables [max_rows, blocks of the longest context], int64
+    block_tables [>= max_rows, blocks of the longest context], int64
     cos, sin     [max_context, dim], fp32
     x, delta     [step rows, hidden]   the residual stream, and what is added to it next
     hidden       [step rows, hidden]   x after a norm
@@ -59,8 +62,9 @@ class Workspace:
     logits       [step rows, vocab], fp32
     inputs       [4, step rows], int64   tokens, positions, rows and slots of a padded step
 
-    A step has at most max_rows rows. With `is_padded` there are more step rows for padding. Padding rows use
-    a block table beyond max_rows, with one block beyond `num_blocks`. `kv_allocator` allocates kv on the CPU,
+    A step has at most max_rows rows. With `is_padded` there are more step rows, for padding and for prompts
+    that are prefilled as rows of a step, which needs no logits. Padding rows use block table max_rows, with
+    one block beyond `num_blocks`, and prompts the tables after it. `kv_allocator` allocates kv on the CPU,
     where other processes can read it.
     """
 
@@ -90,11 +94,14 @@ class Workspace:
         route_layers = self.kv[:, config.num_hidden_layers :].flatten(1).view(torch.int16)
         self.routes = route_layers[:, : math.prod(routes)].unflatten(1, routes)
         self.block_tables = torch.zeros(
-            max_rows + is_padded, num_blocks_for(max_context), dtype=torch.int64, device=self.device
-        )
+            max_rows + is_padded * (1 + MAX_PREFILL_TABLES), num_blocks_for(max_context),
+            dtype=torch.int64, device=self.device,
+        )  # fmt: skip
         self.block_tables[max_rows:] = num_blocks
         self.cos, self.sin = (table.to(self.device) for table in rope_tables(config, max_context))
-        self._make_step_buffers(max_rows + (MAX_PADDING * version_slots if is_padded else 0))
+        num_rows = max_rows + (MAX_PADDING * version_slots if is_padded else 0)
+        self._make_step_buffers(max(num_rows, MAX_PREFILL_ROWS if is_padded else 0))
+        self.logits = torch.zeros(num_rows, config.vocab_size, device=self.device)
 
     def slot_weights(self, index: int) -> Tensor:
         """The flat weight buffer [numel] of a slot."""
@@ -124,7 +131,6 @@ class Workspace:
         self.attended = self._zeros(num_rows, heads * config.head_dim)
         self.gate_up = self._zeros(num_rows, 2 * config.intermediate_size)
         self.gated = self._zeros(num_rows, config.intermediate_size)
-        self.logits = torch.zeros(num_rows, config.vocab_size, device=self.device)
         self.inputs = torch.zeros(4, num_rows, dtype=torch.int64, device=self.device)
         self.tokens, self.positions, self.rows, self.slots = self.inputs
 
