@@ -4,8 +4,9 @@
 read once at the bandwidth of a copy); `host_ms` is the time beyond that of its graph replays; the KV is
 noise. `versions`: such a step with one and with two versions. `nano`: 256 requests with prompts and outputs
 of 100 to 1,024 tokens, prefill included. `unequal`: a step of one long row among many short ones, against one
-without it. `arrivals`: requests that arrive while others decode; `discarded` is the fraction of the started
-steps whose tokens nobody read. `switch`: steps after another version was loaded into a slot.
+without it. `prefill`: a prompt as rows of a replayed step, against one whose kernels are launched one by one.
+`arrivals`: requests that arrive while others decode; `discarded` is the fraction of the started steps whose
+tokens nobody read. `switch`: steps after another version was loaded into a slot.
 
     python benchmarks/gpu_engine.py [--quick] [--device cpu] [--only 0.6B 8B] [--json FILE]
 """
@@ -16,6 +17,7 @@ import gc
 import random
 import time
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 import torch
 from gpu_timing import QWEN3_06B, QWEN3_4B, QWEN3_8B, TINY, Bench, parse_bench, wait_for
@@ -26,6 +28,7 @@ from dora.engine.block_manager import num_blocks_for
 from dora.engine.cuda_graphs import CUDAGraphRunner
 from dora.engine.engine import Engine
 from dora.engine.request import Request, SamplingParams
+from dora.engine.runner import ModelRunner, PrefillInput
 from dora.model.config import ModelConfig
 from dora.model.weights import WeightLayout, weight_digest
 from report import Row, publish
@@ -33,7 +36,7 @@ from report import Row, publish
 MODELS = {"0.6B": QWEN3_06B, "4B": QWEN3_4B, "8B": QWEN3_8B}
 CELLS = ((1, 1024), (64, 1024), (256, 1024), (64, 8192), (4, 32_768))  # rows, context
 NUM_STEPS, NUM_FIRST_STEPS = 32, 6
-PARTS = ("load", "decode", "versions", "unequal", "nano", "arrivals", "switch")
+PARTS = ("load", "decode", "versions", "unequal", "nano", "prefill", "arrivals", "switch")
 FLOPS = 780e12  # dense bf16 products, as measured on an H200
 
 
@@ -104,13 +107,13 @@ class Subject:
             engine.step()
         runner.prefill, scheduler._prefill_budget = compute, budget  # type: ignore[method-assign]
         assert engine.num_running == len(requests)
-        wall_s = self._timed_s(engine.step)
+        wall_s = self.timed_s(engine.step)
         replay = runner._graphs[runner._shape, False, False]
-        alone_s = self._timed_s(replay)
+        alone_s = self.timed_s(replay)
         engine.abort([request.id for request in requests])
         return wall_s, alone_s
 
-    def _timed_s(self, step: Callable[[], object]) -> float:
+    def timed_s(self, step: Callable[[], object]) -> float:
         wait_for(self.bench.device)
         started_s = time.perf_counter()
         for _ in range(self.num_steps):
@@ -222,6 +225,21 @@ def nano(subject: Subject) -> Iterator[Row]:
            "answer_tokens": num_tokens, "wall_s": wall_s, "tokens_per_s": num_tokens / wall_s}  # fmt: skip
 
 
+def prefill(subject: Subject) -> Iterator[Row]:
+    """Prompts of 100 and of 500 tokens, in an engine without requests."""
+    runner = subject.engine._runner
+    for num_tokens in (5,) if subject.bench.is_tiny else (100, 500):
+        tokens = tuple(j % subject.config.vocab_size for j in range(num_tokens))
+        prompt, times = PrefillInput(tokens, 0, [*range(num_blocks_for(num_tokens))]), list[float]()
+        for run in (runner._prefill_packed, partial(ModelRunner._prefill_packed, runner)):
+            for _ in range(3):
+                run(0, [prompt])
+            times.append(subject.timed_s(partial(run, 0, [prompt])))
+        yield {"part": "prefill", "model": subject.name, "context": num_tokens,
+               "replayed_ms": times[0] * 1e3, "launched_ms": times[1] * 1e3,
+               "launched_over_replayed": times[1] / times[0]}  # fmt: skip
+
+
 def arrivals(subject: Subject) -> Iterator[Row]:
     """One request every 4, 2 and 1 steps, each with so many tokens that 64 decode at once."""
     num_rows, num_requests = (2, 3) if subject.bench.is_tiny else (64, 128)
@@ -270,6 +288,7 @@ def measure(bench: Bench, name: str, config: ModelConfig, parts: Collection[str]
         "versions": lambda: versions(subject, bandwidth),
         "unequal": lambda: unequal(subject),
         "nano": lambda: nano(subject),
+        "prefill": lambda: prefill(subject),
         "arrivals": lambda: arrivals(subject),
         "switch": lambda: switch(subject),
     }

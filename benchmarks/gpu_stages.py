@@ -266,12 +266,15 @@ def gradient(stage: Stage) -> None:
     on_cpu = Trainer(SMALL, flat.clone(), settings)
     on_cpu.step(batch)
     for dtype, most in (("float32", 1e-4), ("bfloat16", 0.05)):
-        for saves in (False, True):
-            own = replace(settings, dtype=dtype, activation_checkpointing=saves)
+        for saves, compiles in ((False, False), (True, False), (True, True)):
+            if compiles and not stage.is_gpu:  # a C++ compiler takes a minute
+                continue
+            own = replace(settings, dtype=dtype, activation_checkpointing=saves, torch_compile=compiles)
             trainer = Trainer(SMALL, flat.clone().to(stage.device), own)
             trainer.step(batch)
             gap = relative_gap(first_moment(trainer), first_moment(on_cpu))
-            name = f"gradient in {dtype}{', checkpointed' * saves}: distance from the CPU's in float32"
+            how = ", checkpointed" * saves + ", compiled" * compiles
+            name = f"gradient in {dtype}{how}: distance from the CPU's in float32"
             stage.report(name, gap, most=most, always=True)
     adamw_offsets(stage)
     trainer_steps(stage)
@@ -303,7 +306,7 @@ def adamw_offsets(stage: Stage) -> None:
 
 
 def trainer_steps(stage: Stage) -> None:
-    """A step with cuDNN's attention on and off, and with two sizes of the chunks of logits."""
+    """A step with cuDNN's attention on and off, two sizes of the chunks of logits, and torch.compile."""
     from dora.trainer.perf import activation_bytes, logits_bytes, peak_tflops
     from dora.trainer.trainer import Trainer
 
@@ -311,27 +314,35 @@ def trainer_steps(stage: Stage) -> None:
     budget, prompt, response, num = (64, 8, 24, 4) if stage.is_tiny else (16384, 256, 1024, 32)
     peak = peak_tflops(torch.device(stage.device), "bfloat16")
     numel, batch = WeightLayout(config).numel, batch_of(config, num, prompt, response)
-    for has_cudnn, chunk in ((True, 2048), (False, 256), (False, 2048)):
+    cases = (
+        (True, 2048, False, True), (False, 256, False, True), (False, 2048, False, True),
+        (False, 2048, True, True), (False, 2048, True, False),
+    )  # fmt: skip
+    for has_cudnn, chunk, compiles, saves in cases:
+        if compiles and not stage.is_gpu:
+            continue
         free_memory(stage.device)
         torch.backends.cuda.enable_cudnn_sdp(has_cudnn)
         settings = TrainerSettings(
             lr=1e-6, num_steps=9, warmup_steps=0, micro_batch_tokens=budget, logits_chunk_tokens=chunk,
-            dtype="bfloat16", activation_checkpointing=True,
+            dtype="bfloat16", activation_checkpointing=saves, torch_compile=compiles,
         )  # fmt: skip
         trainer = Trainer(config, initial_weights(config, 0).to(stage.device), settings)
-        trainer.step(batch)  # compiles, and allocates
-        started_s = time.perf_counter()
-        metrics = trainer.step(batch)
-        wait_for(stage.device)
-        wall_s = time.perf_counter() - started_s
-        name = f"step with cuDNN {'on' if has_cudnn else 'off'}, chunks of {chunk}"
-        stage.report(name, wall_s, "s")
+        how = ", compiled" * compiles + ", no checkpointing" * (not saves)
+        name = f"step with cuDNN {'on' if has_cudnn else 'off'}, chunks of {chunk}{how}"
+        for what in (f"{name}: the first one", name):
+            started_s = time.perf_counter()
+            metrics = trainer.step(batch)
+            wait_for(stage.device)
+            wall_s = time.perf_counter() - started_s
+            stage.report(what, wall_s, "s")
         if peak is not None:
             mfu = metrics["actor/tflop"] / wall_s / peak
-            stage.report(f"{name}: MFU", mfu, least=0.25 if (has_cudnn, chunk) == (False, 2048) else None)
+            stage.report(f"{name}: MFU", mfu, least=0.25 if compiles and saves else None)
         if stage.is_gpu:
             used = torch.cuda.max_memory_allocated()
-            estimate = 18 * numel + activation_bytes(config, budget, 2, True) + logits_bytes(config, chunk, 2)
+            activations = activation_bytes(config, budget, 2, saves)
+            estimate = 18 * numel + activations + logits_bytes(config, chunk, 2)
             stage.report(f"{name}: memory", used / 1e9, "GB")
             stage.report(f"{name}: memory over estimate", used / estimate, least=0.75)
             stage.report(f"{name}: memory over estimate", used / estimate, most=1.1)
@@ -452,10 +463,10 @@ def load_versions(
         loader.prefetch(version)
         prefetched = loader._prefetcher._prefetched[1]  # type: ignore[union-attr, index]
         while not prefetched.done():
-            engine.step()
+            step_or_wait(engine)
         loader.load(version)
         while not (replies := loader.poll()):
-            engine.step()
+            step_or_wait(engine)
         assert isinstance(replies[0], m.WeightsLoaded), replies
         wall_s = time.perf_counter() - started_s
         connection.send(
@@ -465,6 +476,13 @@ def load_versions(
         if version == 0:
             engine.submit([endless_request(row, context) for row in range(rows)])
             engine.step()
+
+
+def step_or_wait(engine: Engine) -> None:
+    """A decode step; without requests, leave the processor to the threads that load."""
+    if engine.is_idle:
+        time.sleep(1e-3)
+    engine.step()
 
 
 def endless_request(row: int, context: int) -> Request:
@@ -478,7 +496,7 @@ def endless_request(row: int, context: int) -> Request:
 
 def arrivals(stage: Stage) -> None:
     """Requests that arrive while others decode: how many steps are computed in vain."""
-    engine_parts(stage, "0.6B", QWEN3_06B, ("load", "arrivals"))
+    engine_parts(stage, "0.6B", QWEN3_06B, ("load", "prefill", "arrivals"))
 
 
 def engine_small(stage: Stage) -> None:
@@ -488,7 +506,7 @@ def engine_small(stage: Stage) -> None:
 
 def engine_large(stage: Stage) -> None:
     """Qwen3-8B, as `engine_small`."""
-    parts = ("load", "decode", "versions", "unequal", "arrivals", "switch")
+    parts = ("load", "decode", "versions", "unequal", "prefill", "arrivals", "switch")
     engine_parts(stage, "8B", QWEN3_8B, parts[:2] if stage.is_tiny else parts)
 
 
@@ -793,7 +811,7 @@ def profile_trainer(stage: Stage, config: ModelConfig) -> None:
     num, prompt, response, budget = (4, 8, 24, 64) if stage.is_tiny else (16, 256, 1024, 16384)
     settings = TrainerSettings(
         lr=1e-6, num_steps=9, warmup_steps=0, micro_batch_tokens=budget, dtype="bfloat16",
-        activation_checkpointing=True, logits_chunk_tokens=2048,
+        activation_checkpointing=True, logits_chunk_tokens=2048, torch_compile=stage.is_gpu,
     )  # fmt: skip
     batch = batch_of(config, num, prompt, response)
     trainer = Trainer(config, initial_weights(config, 0).to(stage.device), settings)

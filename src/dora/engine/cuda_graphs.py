@@ -121,7 +121,7 @@ class CUDAGraphRunner(ModelRunner):
     def _prefill_packed(self, slot: int, prompts: list[PrefillInput]) -> None:
         """See ModelRunner; the tokens are rows of a step, unless they are too many or the model is an MoE."""
         num_new = [prompt.num_new for prompt in prompts]
-        num_tokens, num_reads = sum(num_new), sum(p.num_new * len(p.token_ids) for p in prompts)
+        num_tokens, num_reads = sum(num_new), sum(prompt.num_reads for prompt in prompts)
         is_short = num_tokens <= MAX_PREFILL_ROWS and num_reads <= MAX_PREFILL_READS
         if self._moe_layers or not is_short or len(prompts) > MAX_PREFILL_TABLES:
             super()._prefill_packed(slot, prompts)

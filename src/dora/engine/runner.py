@@ -44,6 +44,11 @@ class PrefillInput:
     def num_new(self) -> int:
         return len(self.token_ids) - self.num_cached
 
+    @property
+    def num_reads(self) -> int:
+        """Tokens that the new ones attend to, summed over these."""
+        return self.num_new * (self.num_cached + len(self.token_ids) + 1) // 2
+
 
 class ModelRunner:
     """Computes on a Workspace, in terms of version slots, rows and blocks."""

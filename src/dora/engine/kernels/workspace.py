@@ -26,7 +26,7 @@ KVAllocator = Callable[[tuple[int, ...]], Tensor]  # shape -> zeros of the engin
 MAX_PADDING = 63  # rows that padding adds to a version's segment of a batch, at most
 MAX_PREFILL_ROWS = 512  # tokens of prompts that are rows of a padded step, at most
 MAX_PREFILL_TABLES = 16  # prompts of such a step, at most
-MAX_PREFILL_READS = 2**17  # tokens that such a step attends to, summed over its rows, at most
+MAX_PREFILL_READS = 2**18  # tokens that such a step attends to, summed over its rows, at most
 
 
 @dataclass(frozen=True)
