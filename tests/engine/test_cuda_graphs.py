@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -103,6 +106,76 @@ def test_a_padded_step_samples_what_an_unpadded_one_does(metadata: SamplingMetad
             for _ in range(3):
                 rows.step(indices, metadata, can_continue)
     assert both[0].tokens == both[1].tokens
+
+
+PROMPTS = [
+    tuple(i * step % tiny.TINY.vocab_size for i in range(num)) for num, step in ((22, 3), (21, 5), (5, 7))
+]
+NUM_CACHED = [0, 16, 0]
+
+
+def prefilled(runner: type[ModelRunner], kernels: str) -> torch.Tensor:
+    """The KV of blocks 0 to 5 after a prefill of three prompts, one of which continues its first block."""
+    work = Workspace(tiny.TINY, 6, 64, 2, 30, is_padded=runner is CUDAGraphRunner)
+    work.slot_weights(1).copy_(tiny.weights(1))
+    prompts = [
+        PrefillInput(tokens, num_cached, [2 * i, 2 * i + 1])
+        for i, (tokens, num_cached) in enumerate(zip(PROMPTS, NUM_CACHED, strict=True))
+    ]
+    own = runner(work, kernels)
+    assert own.prefill(1, [PrefillInput(PROMPTS[1][:16], 0, [2])]) == 16
+    for _ in range(3):  # called, captured, replayed
+        assert own.prefill(1, prompts) == 22 + 5 + 5
+    return work.kv[:6].clone()
+
+
+@pytest.mark.parametrize("kernels", ["eager", "numba"])
+@pytest.mark.parametrize("max_rows", [512, 20, 0])
+def test_prompts_that_are_rows_of_a_step_have_the_same_kv(
+    max_rows: int, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 tokens are too many rows if 20 are the maximum; the 16 tokens before are not."""
+    steps, prefill_step = list[int](), CUDAGraphRunner._prefill_step
+
+    def counted(runner: CUDAGraphRunner, size: int) -> None:
+        steps.append(size)
+        prefill_step(runner, size)
+
+    monkeypatch.setattr(CUDAGraphRunner, "_prefill_step", counted)
+    monkeypatch.setattr(cuda_graphs, "MAX_PREFILL_ROWS", max_rows)
+    found = prefilled(CUDAGraphRunner, kernels)
+    assert len(steps) == {512: 4, 20: 1, 0: 0}[max_rows]
+    torch.testing.assert_close(found, prefilled(ModelRunner, kernels), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["MAX_PREFILL_READS", "MAX_PREFILL_TABLES"])
+def test_prompts_that_attend_to_too_much_are_no_rows_of_a_step(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, name, 0)
+    monkeypatch.setattr(CUDAGraphRunner, "_prefill_step", None)
+    torch.testing.assert_close(prefilled(CUDAGraphRunner, "eager"), prefilled(ModelRunner, "eager"))
+
+
+def test_a_prefill_during_a_step_does_not_change_the_next_one() -> None:
+    """It overwrites the inputs that the next step would have found on the device."""
+    both = [RunnerRows(ModelRunner), RunnerRows(CUDAGraphRunner)]
+    for rows in both:
+        for _ in range(4):
+            rows.step([0, 1, 2, 3, 4], make_metadata(), can_continue=True)
+            rows.runner.prefill(0, [PrefillInput((7, 8, 9), 0, [12])])  # block 12 is that of an unused row
+    assert both[0].tokens == both[1].tokens
+
+
+def test_garbage_is_not_collected_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph of another engine that is collected then would invalidate the capture."""
+    was_enabled = list[bool]()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None))
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **options: nullcontext())
+    runner = RunnerRows(CUDAGraphRunner).runner
+    monkeypatch.setattr(runner, "_is_gpu", True)
+    runner._capture(lambda: was_enabled.append(gc.isenabled()))  # type: ignore[attr-defined]
+    assert (was_enabled, gc.isenabled()) == ([False], True)
 
 
 def test_padding_writes_only_to_its_own_block() -> None:

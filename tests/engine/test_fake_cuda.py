@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from dora.core.types import GroupId, RequestId
 from dora.engine import cuda_graphs
 from dora.engine.engine import Engine
 from dora.engine.kernels.device_sampler import sample_on_device
+from dora.engine.kv_transfer import device_kv
 from dora.engine.request import Request, SamplingParams
 from dora.model.config import ModelConfig
 from dora.model.weights import WeightLayout, initial_weights
@@ -216,3 +218,12 @@ def test_fp64_logits_are_found(
     submit(engine, SAMPLING["greedy"])
     engine.step()
     assert any(shape[-1] == CONFIG.vocab_size for shape in cuda.fp64_shapes)
+
+
+def test_the_kv_of_an_engine_stays_on_the_device_when_others_read_it_there(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(device_kv, "reduce_tensor", lambda kv: str(kv.device))
+    engine = make_engine(pool=tmp_path / "pool.kv", kv_transfer="ipc")
+    assert engine._workspace.kv.is_cuda
+    assert pickle.loads((tmp_path / "pool.kv").read_bytes()) == "cuda:0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ def logprobs_and_gradient(
     parts: list[Sequences],
     dtype: torch.dtype = torch.float64,
     activation_checkpointing: bool = False,
+    torch_compile: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of all responses, part by part, and the gradient of a function of them."""
     flat = random_weights(config).to(dtype).requires_grad_()
@@ -48,6 +50,7 @@ def logprobs_and_gradient(
         temperature=0.9,
         logits_chunk_tokens=7,
         activation_checkpointing=activation_checkpointing,
+        torch_compile=torch_compile,
     )
     results = []
     for part in parts:
@@ -66,6 +69,23 @@ def test_packed_siblings_have_the_log_probs_and_gradients_that_each_has_alone(na
     tolerance = 1e-7 if CONFIGS[name].moe_layers else 1e-12  # router probabilities are fp32
     torch.testing.assert_close(packed, alone, rtol=tolerance, atol=tolerance)
     assert float((gradient - expected).norm() / expected.norm()) < tolerance
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile looks at it
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_compiled_operations_have_the_same_gradient(
+    activation_checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are traced without a graph break; a backend that compiles nothing runs them."""
+    traced = cache(lambda function: torch.compile(function, fullgraph=True, backend="aot_eager"))
+    monkeypatch.setattr(policy_module, "compiled", traced)
+    parts = [random_groups(num_groups=2), random_groups(num_groups=3)]
+    found = logprobs_and_gradient(
+        CONFIGS["qwen3"], parts, activation_checkpointing=activation_checkpointing, torch_compile=True
+    )
+    assert traced.cache_info().currsize == 4
+    for one, other in zip(found, logprobs_and_gradient(CONFIGS["qwen3"], parts), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.fixture

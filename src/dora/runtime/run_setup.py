@@ -285,7 +285,9 @@ class RunSetup:
     def torch_compile(self) -> bool:
         """Whether the trainer compiles elementwise operations."""
         trainer = self.config.trainer
-        return is_gpu(trainer.device) if trainer.torch_compile is None else trainer.torch_compile
+        if trainer.torch_compile is None:
+            return is_gpu(trainer.device) and trainer.dtype == "bfloat16"
+        return trainer.torch_compile
 
     @property
     def notices(self) -> list[str]:
