@@ -82,9 +82,9 @@ def kill_marked(mark: str) -> None:
                 process.kill()
 
 
-def write_results(path: Path, results: list[dict[str, Any]]) -> None:
+def write_results(path: Path, results: list[dict[str, Any]], at_once: int) -> None:
     draft = path.with_suffix(".draft")
-    content = {"machine": machine(), "git": git(), "stages": results}
+    content = {"machine": machine(), "git": git(), "stages_at_once": at_once, "stages": results}
     draft.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
     os.replace(draft, path)
 
@@ -120,7 +120,7 @@ def main() -> int:
         run = partial(run_stage, log=log)
         for name, result in zip(names, threads.map(run, names, repeat(options), limits), strict=True):
             results.append(result)
-            write_results(given.out / "gpu.json", results)
+            write_results(given.out / "gpu.json", results, at_once)
             is_failed = result["exit_code"] != 0
             state = f"FAILED ({result['exit_code']})" if is_failed else "passed"
             print(f"{numbers[name]:>2}  {name:<12} {state} in {result['wall_s']:.1f} s", flush=True)

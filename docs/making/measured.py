@@ -30,6 +30,7 @@ def tables() -> dict[str, Callable[[], str]]:
         measured_trainer,
         measured_stream,
         measured_faults,
+        measured_gpu,
     )
     return {function.__name__: function for function in made}
 
@@ -337,6 +338,148 @@ def measured_faults() -> str:
             ),
         ]
     )
+
+
+def measured_gpu() -> str:
+    """The first hour on a GPU."""
+    figures = {(row["stage"], row["what"]): row["value"] for row in _read("gpu")["rows"]}
+
+    def of(stage: str, *names: str) -> list[float]:
+        return [float(figures[stage, name]) for name in names]
+
+    return _table(
+        [*_gpu_decode_lines(of), *_gpu_prefill_lines(of), *_gpu_trainer_lines(of), *_gpu_run_lines(of)]
+    )
+
+
+def _gpu_decode_lines(of: Callable[..., list[float]]) -> list[Line]:
+    def both(what: str) -> list[float]:
+        """A figure of Qwen3-0.6B and of Qwen3-8B."""
+        return [*of("engine-0.6B", f"0.6B {what}"), *of("engine-8B", f"8B {what}")]
+
+    step_ms, copy = both("decode 64 1024: step_ms"), both("decode 64 1024: of_roofline")
+    one, two = both("versions 64 8192: step_ms"), both("versions 32 + 32 8192: step_ms")
+    tokens, long = both("decode 256 1024: tokens_per_s"), both("unequal 1x32768 + 127x1024: long_row")
+    return [
+        Line(
+            "decode step of 64 rows with 1,024 tokens each",
+            f"{step_ms[0]:.1f} and {step_ms[1]:.1f} ms",
+            f"Qwen3-0.6B and Qwen3-8B; {copy[0]:.2f} and {copy[1]:.2f} of the speed of a copy in device memory, "
+            "which also writes (so more than 1 is possible)",
+            "gpu",
+        ),
+        Line(
+            "tokens per second with 256 rows of 1,024 tokens",
+            f"{tokens[0]:,.0f} and {tokens[1]:,.0f}",
+            "the same",
+            "gpu",
+        ),
+        Line(
+            "step with two versions over a step with one",
+            f"{two[0] / one[0]:.2f} and {two[1] / one[1]:.2f} times",
+            "the same, 64 rows with 8,192 tokens each",
+            "gpu",
+        ),
+        Line(
+            "step of 127 rows of 1,024 and one of 32,768 tokens, over 128 rows of 1,024",
+            f"{long[0]:.2f} and {long[1]:.2f} times",
+            "the same",
+            "gpu",
+        ),
+    ]
+
+
+def _gpu_prefill_lines(of: Callable[..., list[float]]) -> list[Line]:
+    stages = (("arrivals", "0.6B"), ("engine-8B", "8B"))
+    replayed, launched = (
+        [of(stage, f"{model} prefill 100: {how}_ms")[0] for stage, model in stages]
+        for how in ("replayed", "launched")
+    )
+    (arrivals,) = of("arrivals", "0.6B arrivals: tokens_per_s")
+    (before,) = of("arrivals, prefill launched", "0.6B arrivals: tokens_per_s")
+    (nano,) = of("engine-0.6B", "0.6B nano: tokens_per_s")
+    return [
+        Line(
+            "prefill of 100 tokens, kernels launched one by one over replayed rows of a step",
+            f"{launched[0] / replayed[0]:.0f} and {launched[1] / replayed[1]:.0f} times",
+            f"Qwen3-0.6B and Qwen3-8B; replayed {replayed[0]:.1f} and {replayed[1]:.1f} ms",
+            "gpu",
+        ),
+        Line(
+            "tokens per second while a request arrives in each step",
+            f"{arrivals:,.0f}; before prefills were replayed {before:,.0f}",
+            "Qwen3-0.6B, 64 rows, prompts of 100 tokens; no decode step is computed in vain",
+            "gpu",
+        ),
+        Line(
+            "tokens per second, 256 requests",
+            f"{nano:,.0f}",
+            "Qwen3-0.6B, prompts and outputs of 100 to 1,024 tokens, before prefills were replayed",
+            "gpu",
+        ),
+    ]
+
+
+def _gpu_trainer_lines(of: Callable[..., list[float]]) -> list[Line]:
+    steps = ("", ", compiled", ", compiled, no checkpointing")
+    mfu = of("gradient", *(f"step with cuDNN off, chunks of 2048{how}: MFU" for how in steps))
+    (with_cudnn, without) = of("doctor", *(f"SDPA with cuDNN {how}: a new shape" for how in ("on", "off")))
+    (gap,) = of("gradient", "gradient in float32: distance from the CPU's in float32")
+    return [
+        Line(
+            "MFU of a training step: uncompiled, compiled, compiled without activation checkpointing",
+            f"{mfu[0]:.2f}, {mfu[1]:.2f}, {mfu[2]:.2f}",
+            "Qwen3-0.6B, 32 samples with prompts of 256 and responses of 512 to 1,024 tokens",
+            "gpu",
+        ),
+        Line(
+            "distance of a gradient in float32 from the CPU's",
+            f"{gap:.1e}",
+            "norm of the difference over the norm; a small model",
+            "gpu",
+        ),
+        Line(
+            "attention of a new length, with cuDNN and without",
+            f"{with_cudnn:.0f} and {without:.2f} ms",
+            "so DORA-RL switches cuDNN's attention off",
+            "gpu",
+        ),
+    ]
+
+
+def _gpu_run_lines(of: Callable[..., list[float]]) -> list[Line]:
+    ways = [f"{way}: {what}" for way in ("staged", "ipc") for what in ("copy", "stop time")]
+    copied = of("migrations", *ways)
+    names = ("publish version 1", "load while 8 rows decode, digest included", "decoding paused")
+    synced = of("publish", *(f"8B: {name}" for name in names))
+    (kl,) = of("runs", "mismatch/kl, largest of the steps")
+    (gain,) = of("demo", "demo: gain of the held-out reward")
+    return [
+        Line(
+            "publish a version; load it while 8 rows decode; of it decoding pauses",
+            f"{synced[0]:.2f}, {synced[1]:.2f}, {synced[2]:.3f} s/GB",
+            "Qwen3-8B in bfloat16, 16.4 GB, through shared memory; three other stages ran as well",
+            "gpu",
+        ),
+        Line(
+            "copy of the KV of a running request, and its pause",
+            f"staged {copied[0]:.0f} and {copied[1]:.1f} ms, CUDA IPC {copied[2]:.0f} and {copied[3]:.1f} ms",
+            "116 MB (Qwen3-0.6B, 1,000 tokens), between two engine processes on one GPU",
+            "gpu",
+        ),
+        Line(
+            "largest KL divergence of trainer and engine",
+            f"{kl:.1e} nats per token",
+            "five steps at the shapes of Qwen3-0.6B in bfloat16, random weights",
+            "gpu",
+        ),
+        Line(
+            "gain of the demo's held-out reward in 150 steps",
+            f"{gain:.2f}",
+            "engine and trainer in turn on one GPU; `dora audit --deep` found nothing",
+            "gpu",
+        ),
+    ]
 
 
 def _table(lines: Iterable[Line]) -> str:

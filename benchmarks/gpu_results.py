@@ -1,0 +1,42 @@
+"""Join the results of several commands of `gpu_hour.py` in one file of the form of all benchmarks.
+
+    python benchmarks/gpu_results.py FIRST/gpu.json SECOND/gpu.json --json benchmarks/results/gpu.json
+
+Of a stage that is in several files, the last one counts. A row is a figure: its stage, the commit, how many
+stages ran at the same time, and the bound if it has one. The ratios are the figures with a bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+
+def joined(files: list[dict[str, Any]]) -> dict[str, Any]:
+    """The content of the joined file. Raises ValueError if the files are of different GPUs."""
+    machines = {json.dumps(file["machine"], sort_keys=True) for file in files}
+    if len(machines) != 1:
+        raise ValueError(f"the files are of {len(machines)} kinds of machines; join those of one kind")
+    stages: dict[str, list[dict[str, Any]]] = {}
+    for file in files:
+        for stage in file["stages"]:
+            about = {"stage": stage["stage"], "git": file["git"], "stages_at_once": file["stages_at_once"]}
+            stages[stage["stage"]] = [about | row for row in stage["rows"]]
+    rows = [row for own in stages.values() for row in own]
+    ratios = {f"{row['stage']}: {row['what']}": row["value"] for row in rows if "bound" in row}
+    return {"machine": files[0]["machine"], "git": files[-1]["git"], "rows": rows, "ratios": ratios}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--json", required=True, type=Path, metavar="FILE", help="the joined file")
+    given = parser.parse_args()
+    content = joined([json.loads(path.read_text()) for path in given.files])
+    given.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
