@@ -364,8 +364,8 @@ def _gpu_decode_lines(of: Callable[..., list[float]]) -> list[Line]:
         Line(
             "decode step of 64 rows with 1,024 tokens each",
             f"{step_ms[0]:.1f} and {step_ms[1]:.1f} ms",
-            f"Qwen3-0.6B and Qwen3-8B; {copy[0]:.2f} and {copy[1]:.2f} of the speed of a copy in device memory, "
-            "which also writes (so more than 1 is possible)",
+            f"Qwen3-0.6B and Qwen3-8B; {copy[0]:.2f} and {copy[1]:.2f} of the speed of a copy in device "
+            "memory, which also writes (so more than 1 is possible)",
             "gpu",
         ),
         Line(
