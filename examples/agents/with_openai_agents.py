@@ -1,9 +1,8 @@
-"""An episode of OpenAI's Agents SDK, with its model of chat completions."""
+"""An episode of OpenAI's Agents SDK, with its default, the Responses API."""
 
 import os
 
-from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
-from openai import AsyncOpenAI
+from agents import Agent, Runner, function_tool, set_tracing_disabled
 
 
 @function_tool
@@ -13,6 +12,5 @@ def add(a: int, b: int) -> int:
 
 
 set_tracing_disabled(True)
-model = OpenAIChatCompletionsModel(model="policy", openai_client=AsyncOpenAI())
-agent = Agent(name="calculator", instructions="Use the tool.", tools=[add], model=model)
+agent = Agent(name="calculator", instructions="Use the tool.", tools=[add], model="policy")
 print(Runner.run_sync(agent, os.environ["DORA_PROMPT"]).final_output)

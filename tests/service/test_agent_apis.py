@@ -26,11 +26,14 @@ from dora.runtime.rollout.episodes import (
 
 EPISODE = EpisodeId(RequestId(0, 3, 1), 0)
 OPENAI, ANTHROPIC = "/s/a/v1/chat/completions", "/s/a/v1/messages"
+RESPONSES = "/s/a/v1/responses"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": SCHEMA}}]
 CLAUDE_TOOLS = [{"name": "add", "input_schema": SCHEMA}]
+RESPONSES_TOOLS = [{"type": "function", "name": "add", "parameters": SCHEMA}]
 USER = {"role": "user", "content": "1 + 1?"}
 CALL = {"type": "tool_use", "id": "call_a-0-0", "name": "add", "input": {"a": 1}}
+CALL_ITEM = {"type": "function_call", "call_id": "call_a-0-0", "name": "add", "arguments": "{}"}
 CALL_TEXT = 'I add.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
@@ -59,7 +62,9 @@ def run(tmp_path: Path) -> FakeRun:
     return run
 
 
-def ask(run: FakeRun, path: str, body: dict[str, Any], text: str | None, number: int = 0) -> Any:
+def ask(
+    run: FakeRun, path: str, body: dict[str, Any], text: str | None, number: int = 0, end: Any = "stop"
+) -> Any:
     """Request a turn; the model generates `text`, unless it is None."""
 
     async def requests(http: Any) -> Any:
@@ -67,7 +72,7 @@ def ask(run: FakeRun, path: str, body: dict[str, Any], text: str | None, number:
         while run.messages.empty() and not response.done():
             await asyncio.wait([response], timeout=0.001)
         if text is not None and not response.done():
-            run.agents.on_turn(PolicyTurn(EPISODE, number, run.setup.tokenizer.encode(text), "stop", 200))
+            run.agents.on_turn(PolicyTurn(EPISODE, number, run.setup.tokenizer.encode(text), end, 200))
             run.process()
         return await response
 
@@ -276,6 +281,59 @@ def test_a_request_that_cannot_be_honoured_is_refused_in_anthropics_form(
     assert reason in error_message(response, status)
     assert response.json()["type"] == "error"
     assert (run.replies(), run.agents.num_waiting) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "reason"),
+    [
+        ({"top_p": 0.5}, 400, "sampling.top_p = 1.0"),
+        ({"previous_response_id": "resp_a-0"}, 422, "previous_response_id"),
+        ({"input": []}, 422, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 422, "input"),
+        ({"input": [USER, CALL_ITEM | {"arguments": "[1]"}]}, 400, "no JSON object"),
+        ({"tools": [{"type": "web_search"}]}, 422, "tools"),
+        ({"include": ["reasoning.encrypted_content"]}, 422, "include"),
+        ({"text": {"format": {"type": "json_object"}}}, 422, "text"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_cannot_be_honoured_is_refused_in_the_responses_api(
+    run: FakeRun, change: dict[str, Any], status: int, reason: str, stream: bool
+) -> None:
+    response = ask(run, RESPONSES, {"model": "policy", "input": "1 + 1?", "stream": stream} | change, None)
+    assert reason in error_message(response, status)
+    assert (run.replies(), run.agents.num_waiting) == ([], 1)
+
+
+def test_calls_in_the_responses_api_are_one_message_with_the_text_before_them(run: FakeRun) -> None:
+    """As the policy generated them; so the history of the next request is no branch."""
+    two = CALL_TEXT + '<tool_call>{"name": "add", "arguments": {"a": 7}}</tool_call>'
+    body: dict[str, Any] = {"instructions": "Add.", "tools": RESPONSES_TOOLS, "max_output_tokens": 90}
+    first = ask(run, RESPONSES, body | {"input": "1 + 1?"}, two).json()
+    assert [item["type"] for item in first["output"]] == ["message", "function_call", "function_call"]
+    (started,) = run.replies()
+    assert isinstance(started, EpisodeStarted)
+    assert started.max_turn_tokens == 90
+    results = [
+        {
+            "type": "function_call_output",
+            "call_id": item["call_id"],
+            "output": [{"type": "input_text", "text": "2"}],
+        }
+        for item in first["output"][1:]
+    ]
+    ask(run, RESPONSES, body | {"input": [USER, *first["output"], *results]}, "2", number=1)
+    (observed,) = run.replies()
+    assert isinstance(observed, EpisodeObservation)
+    assert text_of(run, observed.token_ids).count("tool\n2") == 2
+
+
+def test_a_turn_that_reached_its_length_is_an_incomplete_response(run: FakeRun) -> None:
+    response = ask(run, RESPONSES, {"input": "1 + 1?"}, "2", end="length").json()
+    assert (response["status"], response["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
 
 
 def test_text_completions_are_refused_with_a_chat_template(run: FakeRun) -> None:

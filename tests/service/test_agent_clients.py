@@ -13,7 +13,15 @@ import anthropic
 import openai
 import pytest
 from tests.service.fake_run import FakeRun, serve
-from tests.service.test_agent_apis import CALL_TEXT, CLAUDE_TOOLS, EPISODE, TOOLS, USER, prepare
+from tests.service.test_agent_apis import (
+    CALL_TEXT,
+    CLAUDE_TOOLS,
+    EPISODE,
+    RESPONSES_TOOLS,
+    TOOLS,
+    USER,
+    prepare,
+)
 
 from dora.runtime.rollout.episodes import EpisodeObservation, EpisodeReply, PolicyTurn
 
@@ -84,6 +92,44 @@ def complete(client: Any, messages: Sequence[Any], is_stream: bool) -> Any:
         completion = stream.get_final_completion()
     assert completion.usage.completion_tokens > 0
     return completion.choices[0].message
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_agent_with_openais_client_calls_a_tool_in_the_responses_api(
+    run: FakeRun, is_stream: bool
+) -> None:
+    url, token = address(run)
+    client: Any = openai.OpenAI(base_url=f"{url}/s/a/v1", api_key=token, max_retries=0)
+    about = {"model": "policy", "instructions": "Use the tool.", "tools": RESPONSES_TOOLS}
+
+    def create(items: Sequence[Any]) -> Any:
+        if not is_stream:
+            return client.responses.create(input=items, **about)
+        with client.responses.stream(input=items, **about) as stream:
+            return stream.get_final_response()
+
+    with model(run, [CALL_TEXT, "2", "3"]) as replies:
+        first = create([USER])
+        text, call = first.output
+        assert (first.output_text, text.content[0].text) == ("I add.", "I add.")
+        assert (call.name, json.loads(call.arguments)) == ("add", {"a": 1})
+        items = [
+            USER,
+            *first.output,
+            {"type": "function_call_output", "call_id": call.call_id, "output": "2"},
+        ]
+        second = create(items)
+        assert (second.status, second.output_text) == ("completed", "2")
+        assert second.usage.total_tokens == second.usage.input_tokens + second.usage.output_tokens
+        assert create([*items, *second.output, {"role": "user", "content": "And 3?"}]).output_text == "3"
+    assert all(isinstance(reply, EpisodeObservation) for reply in replies[1:])  # no history was changed
+    for given, message in (
+        ({"temperature": 0.1}, r"sampling.temperature = 1.0; leave it out"),
+        ({"previous_response_id": first.id}, "previous_response_id"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+    ):
+        with pytest.raises(openai.APIStatusError, match=message):
+            client.responses.create(**about | {"input": [USER]} | given)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -47,6 +47,18 @@ class FunctionCallParam(MessageBody):
     name: str
     arguments: str
 
+    def to_call(self) -> ToolCall:
+        """Raises ServiceError unless the arguments are a JSON object."""
+        try:
+            arguments = json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise ServiceError(
+                400, "the arguments of a tool call are no JSON object; send the call as the response had it"
+            )
+        return ToolCall.make(self.name, arguments)
+
 
 class ToolCallParam(MessageBody):
     """A call of the model, as the response had it."""
@@ -54,18 +66,6 @@ class ToolCallParam(MessageBody):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCallParam
-
-    def to_call(self) -> ToolCall:
-        """Raises ServiceError unless the arguments are a JSON object."""
-        try:
-            arguments = json.loads(self.function.arguments)
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise ServiceError(
-                400, "the arguments of a tool call are no JSON object; send the call as the response had it"
-            )
-        return ToolCall.make(self.function.name, arguments)
 
 
 class ChatMessageParam(MessageBody):
@@ -82,7 +82,7 @@ class ChatMessageParam(MessageBody):
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
-        return ChatMessage(role, text, tuple(call.to_call() for call in self.tool_calls or ()))
+        return ChatMessage(role, text, tuple(call.function.to_call() for call in self.tool_calls or ()))
 
 
 class FunctionParam(RequestBody):
