@@ -217,6 +217,15 @@ def test_a_turn_ends_with_a_stop_id_or_a_stop_string_in_its_own_tokens() -> None
     assert completion.finish_reason == "stop"
 
 
+def test_a_turn_has_the_log_probs_of_its_tokens() -> None:
+    environment, request = Environment(make_episode_engine()), episode(1, temperature=0.7, top_k=5)
+    completion = environment.run([request])[request.id]
+    sampled = [x for x in completion.logprobs.tolist() if not math.isnan(x)]  # those of observations are
+    assert len(environment.turns) > 1
+    assert [x for turn in environment.turns for x in turn.logprobs] == sampled
+    assert all(len(turn.logprobs) == len(turn.token_ids) for turn in environment.turns)
+
+
 def test_the_last_turn_may_be_truncated_and_reports_the_tokens_left() -> None:
     engine, request = make_episode_engine(), episode(1, max_turn_tokens=8, max_tokens=20)
     environment = Environment(engine)

@@ -83,6 +83,44 @@ def test_an_agent_with_openais_client_calls_a_tool(run: FakeRun, is_stream: bool
         client.with_options(api_key="another").models.list()
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_openais_client_gets_the_log_probs_of_a_turn(run: FakeRun, is_stream: bool) -> None:
+    url, token = address(run)
+    client: Any = openai.OpenAI(base_url=f"{url}/s/a/v1", api_key=token, max_retries=0)
+    ids = run.setup.tokenizer.encode(CALL_TEXT)
+    logprobs = [-i / 8 for i in range(len(ids))]
+    about = {"model": "policy", "messages": [USER], "tools": TOOLS, "logprobs": True}
+
+    def generate() -> None:
+        run.messages.get()
+        run.finish_turn(PolicyTurn(EPISODE, 0, ids, "stop", 200, logprobs))
+
+    thread = threading.Thread(target=generate, daemon=True)
+    thread.start()
+    if is_stream:
+        with client.chat.completions.stream(**about) as stream:
+            choice = stream.get_final_completion().choices[0]
+    else:
+        choice = client.chat.completions.create(**about).choices[0]
+    thread.join(60)
+    assert [token.logprob for token in choice.logprobs.content] == logprobs
+    assert "".join(token.token for token in choice.logprobs.content) == CALL_TEXT
+    again = client.chat.completions.create(**about | {"logprobs": False}).choices[0]
+    assert (again.logprobs, again.message.content) == (None, "I add.")
+
+
+def test_log_probs_that_an_engine_does_not_report_are_refused(run: FakeRun) -> None:
+    url, token = address(run)
+    client: Any = openai.OpenAI(base_url=f"{url}/s/a/v1", api_key=token, max_retries=0)
+    about = {"model": "policy", "messages": [USER]}
+    with (
+        model(run, ["2"]),
+        pytest.raises(openai.BadRequestError, match=r"leave logprobs out"),
+    ):
+        client.chat.completions.create(**about, logprobs=True)
+    assert client.chat.completions.create(**about).choices[0].message.content == "2"
+
+
 def complete(client: Any, messages: Sequence[Any], is_stream: bool) -> Any:
     """The message of the model, accumulated by the client where it is streamed."""
     about = {"model": "policy", "messages": messages, "tools": TOOLS}

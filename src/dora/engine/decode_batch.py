@@ -161,6 +161,11 @@ class DecodeBatch:
         """The tokens of a row's current turn."""
         return self._tokens[row, self._turn_starts[row] : self._lengths[row]]
 
+    def turn_logprobs(self, row: int) -> list[float]:
+        """The log-probs of these tokens, of the distribution that they were sampled from, in nats."""
+        logprobs: list[float] = self._logprobs[row, self._turn_starts[row] : self._lengths[row], 0].tolist()
+        return logprobs
+
     def completion(self, sequence: Sequence) -> Completion:
         """The finished output of a row."""
         request, output = sequence.request, self.partial_output(sequence)

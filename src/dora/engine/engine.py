@@ -656,7 +656,8 @@ class Engine:
         num_left = request.sampling.max_tokens - self._batch.num_output_tokens(sequence)
         turn = self._batch.turn_token_ids(sequence.row).tolist()
         reason = self._batch.finish_reason(sequence)
-        self._finished_turns.append(TurnFinished(request.id, turn, reason, num_left))
+        logprobs = self._batch.turn_logprobs(sequence.row)
+        self._finished_turns.append(TurnFinished(request.id, turn, reason, num_left, logprobs))
         self._scheduler.between_turns[request.id] = None
 
     def _complete(self, done: list[Sequence]) -> list[Completion]:

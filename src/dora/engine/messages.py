@@ -144,13 +144,15 @@ class SharesKV(Protocol):
 class TurnFinished:
     """A request has generated a turn, `token_ids`, and waits. See `Completion` for `finish_reason`.
 
-    The request may have `num_left` more tokens, of which at least one must be generated.
+    The request may have `num_left` more tokens, of which at least one must be generated. `logprobs` are those
+    of the distribution that the tokens were sampled from, in nats; empty: unknown.
     """
 
     request_id: RequestId
     token_ids: list[int]
     finish_reason: str
     num_left: int
+    logprobs: Sequence[float] = ()
 
 
 @dataclass(frozen=True)

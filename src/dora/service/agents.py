@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple, Protocol
 
 from fastapi import APIRouter, Path, Request
@@ -72,6 +72,7 @@ class SessionTurn(NamedTuple):
     session: str
     version: int
     answer: AssistantTurn
+    decode: Callable[[list[int]], str]  # of the run's tokenizer
 
     @property
     def name(self) -> str:
@@ -143,7 +144,10 @@ async def next_turn(session: str, body: TurnBody, run: RunHandle, request: Reque
         sessions = agent_sessions(context)
         body.check(context)
         answer = sessions.complete(session, call)
-        return None if answer is None else SessionTurn(session, sessions.get(session).version, answer)
+        if answer is None:
+            return None
+        version = sessions.get(session).version
+        return SessionTurn(session, version, answer, context.setup.tokenizer.decode)
 
     turn = await while_connected(request, run.wait(complete, TURN_TIMEOUT_S))
     if turn is None:

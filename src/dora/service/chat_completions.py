@@ -140,7 +140,11 @@ class ChatCompletionRequest(RequestBody):
     presence_penalty: float | None = Field(default=None, ge=0, le=0)
     frequency_penalty: float | None = Field(default=None, ge=0, le=0)
     response_format: TextFormat | None = None
-    logprobs: Literal[False] | None = None
+    logprobs: bool | None = Field(
+        default=None,
+        description="of the distribution that tokens are sampled from, after temperature and filters",
+    )
+    top_logprobs: Literal[0] | None = None
     seed: None = None
     user: str | None = None  # has no effect, as the next two
     metadata: dict[str, str] | None = None
@@ -185,11 +189,28 @@ class AssistantMessage(BaseModel):
     tool_calls: list[MessageToolCall] = Field(default=[], exclude_if=lambda calls: not calls)
 
 
+class TokenLogprob(BaseModel):
+    """A sampled token and its log-prob, in nats."""
+
+    token: str
+    logprob: float
+    bytes: None = None
+    top_logprobs: list[None] = []
+
+
+class ChoiceLogprobs(BaseModel):
+    """The log-probs of all tokens of the turn, with those of tool calls and of the token that stopped it."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
 class Choice(BaseModel):
     """The only choice of a completion."""
 
     index: Literal[0] = 0
     message: AssistantMessage
+    logprobs: ChoiceLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
     token_ids: list[int]  # as sampled, and as trained on
 
@@ -255,14 +276,23 @@ async def create_completion_of_session(
 
 
 def _response(body: ChatCompletionRequest, turn: SessionTurn) -> ChatCompletion | StreamingResponse:
-    completion = _completion(turn)
+    completion = _completion(turn, _logprobs(turn) if body.logprobs else None)
     if not body.stream:
         return completion
     has_usage = bool(body.stream_options and body.stream_options.include_usage)
     return StreamingResponse(_events(completion, has_usage), media_type="text/event-stream")
 
 
-def _completion(turn: SessionTurn) -> ChatCompletion:
+def _logprobs(turn: SessionTurn) -> ChoiceLogprobs:
+    """Raises ServiceError if the engine reports none; the same request without `logprobs` gets the turn."""
+    token_ids, logprobs = turn.answer.turn.token_ids, turn.answer.turn.logprobs
+    if len(logprobs) != len(token_ids):
+        raise ServiceError(400, "the run's engine does not report log-probs of turns; leave logprobs out")
+    pairs = zip(token_ids, logprobs, strict=True)
+    return ChoiceLogprobs(content=[TokenLogprob(token=turn.decode([id]), logprob=x) for id, x in pairs])
+
+
+def _completion(turn: SessionTurn, logprobs: ChoiceLogprobs | None) -> ChatCompletion:
     answer, (num_prompt_tokens, num_tokens) = turn.answer, turn.num_tokens
     calls = [
         MessageToolCall(id=id, function=FunctionCall(name=call.name, arguments=call.arguments))
@@ -276,6 +306,7 @@ def _completion(turn: SessionTurn) -> ChatCompletion:
         choices=[
             Choice(
                 message=AssistantMessage(content=content if content or not calls else None, tool_calls=calls),
+                logprobs=logprobs,
                 finish_reason="tool_calls" if calls else end,
                 token_ids=answer.turn.token_ids,
             )
@@ -299,8 +330,12 @@ def _events(completion: ChatCompletion, has_usage: bool) -> Iterator[str]:
     deltas += [{"tool_calls": [call]} for call in calls]
     about = completion.model_dump(include={"id", "created", "model", "version", "num_tokens_left"})
     about["object"] = "chat.completion.chunk"
+    logprobs = choice.logprobs and choice.logprobs.model_dump()
     for delta in deltas:
-        yield _event(about, choices=[{"index": 0, "delta": delta, "finish_reason": None}])
+        yield _event(
+            about, choices=[{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}]
+        )
+        logprobs = None
     yield _event(about, choices=[{"index": 0, "delta": {}, "finish_reason": choice.finish_reason}])
     if has_usage:
         yield _event(about, choices=[], usage=completion.usage.model_dump())

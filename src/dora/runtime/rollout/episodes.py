@@ -59,7 +59,8 @@ class PolicyTurn:
 
     `token_ids` are the turn's own, including a stop token. `finish_reason` is "stop", "turn_length" (the turn
     has its maximum length) or "length" (the episode has). `num_left` is how many tokens the episode may still
-    have: an observation must have fewer, and without room for one the episode can only end.
+    have: an observation must have fewer, and without room for one the episode can only end. `logprobs` are
+    those of the tokens, in nats, or empty if the engine does not report them.
     """
 
     episode: EpisodeId
@@ -67,6 +68,7 @@ class PolicyTurn:
     token_ids: list[int]
     finish_reason: str
     num_left: int
+    logprobs: Sequence[float] = ()
 
 
 # from the runner to the driver
@@ -346,8 +348,9 @@ class Episodes:
             return  # its group has failed, and the engine is about to receive an abort
         episode.engine, episode.is_awaiting_reply = engine, True
         turn = PolicyTurn(
-            episode.id, episode.num_turns, finished.token_ids, finished.finish_reason, finished.num_left
-        )
+            episode.id, episode.num_turns, finished.token_ids, finished.finish_reason, finished.num_left,
+            finished.logprobs,
+        )  # fmt: skip
         episode.num_turns, episode.num_left = episode.num_turns + 1, finished.num_left
         if episode.failure:
             self._fail(episode, episode.failure)
