@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from dora.errors import ConfigError
 from dora.runtime.control.requests import check_gateway
 from dora.runtime.executor import LiveRun, ProcessExecutor
 from dora.runtime.process import messages as m
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -114,6 +118,26 @@ def test_a_run_that_does_not_train_cannot_be_changed(run: FakeRun) -> None:
     assert run.call("GET", "/v1/status").json()["phase"] == "not_training"
     for path in ("/v1/pause", "/v1/engines", "/v1/engines/0/drain"):
         assert "try again while it trains" in error_message(run.call("POST", path, json={}), 409)
+
+
+def test_grafanas_dashboard_asks_for_metrics_that_exist(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, service__agents="true", data__chat_template="false")
+    run.call("GET", "/v1/status")
+    exposed = {
+        sample.name
+        for family in text_string_to_metric_families(run.call("GET", "/metrics").text)
+        for sample in family.samples
+    }
+    dashboard = json.loads((ROOT / "examples" / "grafana.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"dora_\w+", query)}
+    assert asked - {"dora_step"} <= exposed  # a run without steps has none
+    documented = (ROOT / "docs" / "metrics.md").read_text()
+    in_steps = {name for query in queries for name in re.findall(r'metric="([^"]+)"', query)}
+    assert in_steps
+    assert all(f"`{name}`" in documented for name in in_steps)
+    places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
+    assert len(set(places)) == len({panel["id"] for panel in dashboard["panels"]}) == len(places)
 
 
 def test_prometheus_can_parse_the_metrics(run: FakeRun) -> None:
