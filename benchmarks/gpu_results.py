@@ -2,8 +2,9 @@
 
     python benchmarks/gpu_results.py FIRST/gpu.json SECOND/gpu.json --json benchmarks/results/gpu.json
 
-Of a stage that is in several files, the last one counts. A row is a figure: its stage, the commit, how many
-stages ran at the same time, and the bound if it has one. The ratios are the figures with a bound.
+Of a stage that is in several files, the last one counts. A row is a figure: its stage, the state of the code,
+how many stages ran at the same time, and the bound if it has one. A file may name the commit of a working
+tree that was committed after it was measured, as `committed_as`. The ratios are the figures with a bound.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def joined(files: list[dict[str, Any]]) -> dict[str, Any]:
     stages: dict[str, list[dict[str, Any]]] = {}
     for file in files:
         for stage in file["stages"]:
-            about = {"stage": stage["stage"], "git": file["git"], "stages_at_once": file["stages_at_once"]}
+            about = {"stage": stage["stage"]}
+            about |= {key: file[key] for key in ("git", "committed_as", "stages_at_once") if key in file}
             stages[stage["stage"]] = [about | row for row in stage["rows"]]
     rows = [row for own in stages.values() for row in own]
     ratios = {f"{row['stage']}: {row['what']}": row["value"] for row in rows if "bound" in row}

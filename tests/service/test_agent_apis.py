@@ -336,6 +336,16 @@ def test_a_turn_that_reached_its_length_is_an_incomplete_response(run: FakeRun) 
     )
 
 
+def test_a_stream_of_an_incomplete_response_says_so(run: FakeRun) -> None:
+    text = ask(run, RESPONSES, {"input": "1 + 1?", "stream": True}, "2", end="length").text
+    events = [
+        json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data")
+    ]
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    assert (events[0]["type"], events[-1]["type"]) == ("response.created", "response.incomplete")
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "2"
+
+
 def test_text_completions_are_refused_with_a_chat_template(run: FakeRun) -> None:
     response = run.call("POST", "/s/a/v1/completions", json={"prompt": "1 + 1?"})
     assert "data.chat_template = false" in error_message(response, 400)

@@ -87,7 +87,7 @@ def test_an_agent_with_openais_client_calls_a_tool(run: FakeRun, is_stream: bool
 def test_openais_client_gets_the_log_probs_of_a_turn(run: FakeRun, is_stream: bool) -> None:
     url, token = address(run)
     client: Any = openai.OpenAI(base_url=f"{url}/s/a/v1", api_key=token, max_retries=0)
-    ids = run.setup.tokenizer.encode(CALL_TEXT)
+    ids = [*run.setup.tokenizer.encode(CALL_TEXT), run.setup.tokenizer.stop_ids[0]]
     logprobs = [-i / 8 for i in range(len(ids))]
     about = {"model": "policy", "messages": [USER], "tools": TOOLS, "logprobs": True}
 
@@ -104,7 +104,8 @@ def test_openais_client_gets_the_log_probs_of_a_turn(run: FakeRun, is_stream: bo
         choice = client.chat.completions.create(**about).choices[0]
     thread.join(60)
     assert [token.logprob for token in choice.logprobs.content] == logprobs
-    assert "".join(token.token for token in choice.logprobs.content) == CALL_TEXT
+    *tokens, stop = (token.token for token in choice.logprobs.content)
+    assert ("".join(tokens), bool(stop)) == (CALL_TEXT, True)
     again = client.chat.completions.create(**about | {"logprobs": False}).choices[0]
     assert (again.logprobs, again.message.content) == (None, "I add.")
 

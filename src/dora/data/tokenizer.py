@@ -83,6 +83,11 @@ class Tokenizer:
                 )
         return f"cannot tokenize the text: {error}; use characters of the vocabulary"
 
+    def decode_token(self, id: int) -> str:
+        """Text of one token; that of a special token is its name."""
+        text: str = self._tokenizer.decode([id], skip_special_tokens=False)
+        return text
+
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         """Text of token ids, without special tokens."""
         plain = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)

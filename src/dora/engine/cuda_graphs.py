@@ -141,8 +141,10 @@ class CUDAGraphRunner(ModelRunner):
         self._has_inputs = False
         batch, segments = self.batch, self._segments
         super().set_batch(inputs[2], inputs[3])
-        self._run(("prefill", slot, size), partial(self._prefill_step, size))
-        self.batch, self._segments = batch, segments
+        try:
+            self._run(("prefill", slot, size), partial(self._prefill_step, size))
+        finally:
+            self.batch, self._segments = batch, segments
 
     def _prefill_step(self, size: int) -> None:
         work = self._workspace

@@ -11,7 +11,13 @@ from pathlib import Path
 import torch
 
 from dora.engine.cuda_graphs import MAX_GRAPHS
-from dora.engine.kernels.workspace import MAX_PADDING, PARTITION
+from dora.engine.kernels.workspace import (
+    MAX_PADDING,
+    MAX_PREFILL_READS,
+    MAX_PREFILL_ROWS,
+    MIN_PARTITION,
+    PARTITION,
+)
 from dora.errors import ConfigError
 from dora.model.pretrained import check_pretrained
 from dora.model.weights import WeightLayout
@@ -199,6 +205,7 @@ def decode_step_bytes(setup: RunSetup) -> int:
     has_filters = bool(sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
     num_bytes = num_rows * model.vocab_size * (_WITH_FILTERS if has_filters else _PER_LOGIT)
     num_partitions = num_rows * -(-config.max_sequence_length // PARTITION)
+    num_partitions = max(num_partitions, MAX_PREFILL_ROWS + MAX_PREFILL_READS // MIN_PARTITION)
     num_bytes += num_partitions * model.num_attention_heads * (model.head_dim + 1) * 4
     return num_bytes + MAX_GRAPHS * model.num_hidden_layers * _GRAPH_LAYER
 

@@ -72,7 +72,7 @@ class SessionTurn(NamedTuple):
     session: str
     version: int
     answer: AssistantTurn
-    decode: Callable[[list[int]], str]  # of the run's tokenizer
+    decode_token: Callable[[int], str]  # of the run's tokenizer
 
     @property
     def name(self) -> str:
@@ -147,7 +147,7 @@ async def next_turn(session: str, body: TurnBody, run: RunHandle, request: Reque
         if answer is None:
             return None
         version = sessions.get(session).version
-        return SessionTurn(session, version, answer, context.setup.tokenizer.decode)
+        return SessionTurn(session, version, answer, context.setup.tokenizer.decode_token)
 
     turn = await while_connected(request, run.wait(complete, TURN_TIMEOUT_S))
     if turn is None:

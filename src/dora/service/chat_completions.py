@@ -289,7 +289,7 @@ def _logprobs(turn: SessionTurn) -> ChoiceLogprobs:
     if len(logprobs) != len(token_ids):
         raise ServiceError(400, "the run's engine does not report log-probs of turns; leave logprobs out")
     pairs = zip(token_ids, logprobs, strict=True)
-    return ChoiceLogprobs(content=[TokenLogprob(token=turn.decode([id]), logprob=x) for id, x in pairs])
+    return ChoiceLogprobs(content=[TokenLogprob(token=turn.decode_token(id), logprob=x) for id, x in pairs])
 
 
 def _completion(turn: SessionTurn, logprobs: ChoiceLogprobs | None) -> ChatCompletion:

@@ -22,6 +22,7 @@ from dora.model.weights import WeightLayout
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ALIGNMENT = 16  # elements: a cache line of fp32
 PARTITION = 512  # tokens of a row that one program of a GPU attends to, at most
+MIN_PARTITION = 64  # and at least, in bf16
 KVAllocator = Callable[[tuple[int, ...]], Tensor]  # shape -> zeros of the engine's dtype
 MAX_PADDING = 63  # rows that padding adds to a version's segment of a batch, at most
 MAX_PREFILL_ROWS = 512  # tokens of prompts that are rows of a padded step, at most
