@@ -20,6 +20,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_caller"
 NUM_STEPS = 2
 SETTINGS = {
     "run__steps": NUM_STEPS,
+    "trainer__batch_size": 1,  # each episode of the harness takes seconds to import OpenAI's client
     "trainer__warmup_steps": 0,
     "eval__num_prompts": 0,
     "orchestrator__max_staleness": 0,
