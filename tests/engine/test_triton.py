@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.engine import tiny
 
+from dora.engine import cuda_graphs
 from dora.engine.kernels.eager import EagerKernels
 from dora.engine.kernels.workspace import ForwardBatch, Workspace
 from dora.model.config import ModelConfig
@@ -174,7 +175,10 @@ def compiled(cache: Path, *cases: str) -> list[str]:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu does this on the GPU")
-def test_engines_with_triton_and_eager_kernels_generate_the_same_tokens() -> None:
+def test_engines_with_triton_and_eager_kernels_generate_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "_BUCKET", 8)  # the interpreter is slow
     requests = [tiny.make_request(i, version=i % 2, group_size=1, max_tokens=2) for i in range(2)]
     found, expected = (
         tiny.run(tiny.make_engine(kernels, max_rows=5, num_versions=2), requests)
