@@ -414,8 +414,8 @@ class TrainerSection(Section):
     torch_compile: bool | None = Field(
         default=None,
         description="Compile elementwise operations of the model and of its log-probs with torch.compile, so "
-        "that a chain of them is one kernel. The first steps take longer. No effect on a critic, and on "
-        "models that transformers computes. Unset: on a GPU in bfloat16.",
+        "that a chain of them is one kernel. The first steps take longer. No effect on experts, a critic, "
+        "and models that transformers computes. Unset: on a GPU in bfloat16.",
     )
     lr: float = Field(gt=0, description="Peak learning rate of AdamW (per step).")
     warmup_steps: int = Field(default=0, ge=0, description="Linear warm-up of the learning rate (steps).")

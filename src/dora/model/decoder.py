@@ -57,7 +57,7 @@ def forward(
         x = x + _linear(weights, name + "self_attn.o_proj", attended)
         h = _norm(weights, name + "post_attention_layernorm", x, eps)
         if i in config.moe_layers:
-            return x + _moe(weights, config, i, h, router, fuse)
+            return x + _moe(weights, config, i, h, router)
         return x + _mlp(weights, name + "mlp.", h, fuse)
 
     x = F.embedding(tokens, weights["model.embed_tokens.weight"]).to(weights["model.norm.weight"].dtype)
@@ -146,7 +146,7 @@ def _qkv(weights: Weights, config: ModelConfig, attn: str, h: Tensor) -> list[Te
     return [q, k, v]
 
 
-def _mlp(weights: Weights, mlp: str, h: Tensor, fuse: Compiler) -> Tensor:
+def _mlp(weights: Weights, mlp: str, h: Tensor, fuse: Compiler = uncompiled) -> Tensor:
     gate, up = (_linear(weights, f"{mlp}{x}_proj", h) for x in ("gate", "up"))
     return _linear(weights, mlp + "down_proj", fuse(_swiglu)(gate, up))
 
@@ -155,13 +155,10 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _moe(
-    weights: Weights, config: ModelConfig, layer: int, h: Tensor, router: Router, fuse: Compiler
-) -> Tensor:
+def _moe(weights: Weights, config: ModelConfig, layer: int, h: Tensor, router: Router) -> Tensor:
     mlp = f"model.layers.{layer}.mlp."
     probs = _linear(weights, mlp + "gate", h).float().softmax(-1)
     ids = router(layer, probs)
     weights_of_ids = expert_weights(config, probs, ids).to(h.dtype)
-    return mix_experts(
-        h, ids, weights_of_ids, lambda i, part: _mlp(weights, f"{mlp}experts.{i}.", part, fuse)
-    )
+    # Not compiled: the numbers of tokens of experts differ so much that it would be done again and again.
+    return mix_experts(h, ids, weights_of_ids, lambda i, part: _mlp(weights, f"{mlp}experts.{i}.", part))

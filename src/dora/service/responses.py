@@ -14,10 +14,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, BeforeValidator, Field
 
-from dora.data.tool_calls import ToolCall
 from dora.runtime.rollout.agent_sessions import ChatMessage, TurnRequest
 from dora.service.agents import SessionName, SessionTurn, check_sampling, next_turn, open_if_new
-from dora.service.chat_completions import FunctionCallParam, TextFormat
+from dora.service.chat_completions import FunctionCallParam, FunctionParam, TextFormat
 from dora.service.context import Run, RunContext
 from dora.service.models import MessageBody, RequestBody
 
@@ -42,17 +41,11 @@ class MessageItem(MessageBody):
     content: str | list[ContentPart]
 
 
-class CallItem(MessageBody):
-    """A call of the model, as the response had it; the arguments are a JSON object as text."""
+class CallItem(FunctionCallParam):
+    """A call of the model, as the response had it."""
 
     type: Literal["function_call"]
     call_id: str
-    name: str
-    arguments: str
-
-    def to_call(self) -> ToolCall:
-        """Raises ServiceError unless the arguments are a JSON object."""
-        return FunctionCallParam(name=self.name, arguments=self.arguments).to_call()
 
 
 class CallOutputItem(MessageBody):
@@ -74,17 +67,13 @@ Item = Annotated[
 ]
 
 
-class ResponseTool(RequestBody):
-    """A function that the model may call; `parameters` is a JSON schema."""
+class ResponseTool(FunctionParam):
+    """A function that the model may call."""
 
     type: Literal["function"]
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
     def to_tool(self) -> dict[str, Any]:
-        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+        return {"type": self.type, "function": self.model_dump(exclude={"type"}, exclude_none=True)}
 
 
 class TextConfig(RequestBody):
