@@ -240,14 +240,15 @@ def norm_offsets(stage: Stage) -> None:
 # The trainer
 
 
-def batch_of(config: ModelConfig, num: int, prompt: int, response: int) -> list[Sample]:
-    """Groups of four responses of unequal lengths."""
+def batch_of(config: ModelConfig, num: int, prompt: int, response: int, group_size: int = 1) -> list[Sample]:
+    """Responses of unequal lengths, `group_size` to each prompt."""
     noise, samples = torch.Generator().manual_seed(0), []
     for i in range(num):
         length = response - i * response // (2 * num)
         ids = torch.randint(config.vocab_size, (prompt + length,), generator=noise).tolist()
         logprobs = (-torch.rand(length, generator=noise)).tolist()
-        samples.append(Sample(ids[:prompt], ids[prompt:], logprobs, (-1.0, 0.5, 2.0)[i % 3]))
+        prompt_ids = samples[-1].prompt_ids if i % group_size else ids[:prompt]
+        samples.append(Sample(prompt_ids, ids[prompt:], logprobs, (-1.0, 0.5, 2.0)[i % 3]))
     return samples
 
 
@@ -313,12 +314,12 @@ def trainer_steps(stage: Stage) -> None:
     config = stage.model(QWEN3_06B)
     budget, prompt, response, num = (64, 8, 24, 4) if stage.is_tiny else (16384, 256, 1024, 32)
     peak = peak_tflops(torch.device(stage.device), "bfloat16")
-    numel, batch = WeightLayout(config).numel, batch_of(config, num, prompt, response)
+    numel = WeightLayout(config).numel
     cases = (
-        (True, 2048, False, True), (False, 256, False, True), (False, 2048, False, True),
-        (False, 2048, True, True), (False, 2048, True, False),
+        (True, 2048, False, True, 1), (False, 256, False, True, 1), (False, 2048, False, True, 1),
+        (False, 2048, True, True, 1), (False, 2048, True, False, 1), (False, 2048, True, True, 4),
     )  # fmt: skip
-    for has_cudnn, chunk, compiles, saves in cases:
+    for has_cudnn, chunk, compiles, saves, group_size in cases:
         if compiles and not stage.is_gpu:
             continue
         free_memory(stage.device)
@@ -328,7 +329,9 @@ def trainer_steps(stage: Stage) -> None:
             dtype="bfloat16", activation_checkpointing=saves, torch_compile=compiles,
         )  # fmt: skip
         trainer = Trainer(config, initial_weights(config, 0).to(stage.device), settings)
+        batch = batch_of(config, num, prompt, response, group_size)
         how = ", compiled" * compiles + ", no checkpointing" * (not saves)
+        how += f", groups of {group_size}" * (group_size > 1)
         name = f"step with cuDNN {'on' if has_cudnn else 'off'}, chunks of {chunk}{how}"
         for what in (f"{name}: the first one", name):
             started_s = time.perf_counter()
@@ -338,7 +341,8 @@ def trainer_steps(stage: Stage) -> None:
             stage.report(what, wall_s, "s")
         if peak is not None:
             mfu = metrics["actor/tflop"] / wall_s / peak
-            stage.report(f"{name}: MFU", mfu, least=0.25 if compiles and saves else None)
+            least = 0.25 if compiles and saves and group_size == 1 else None
+            stage.report(f"{name}: MFU", mfu, least=least)
         if stage.is_gpu:
             used = torch.cuda.max_memory_allocated()
             activations = activation_bytes(config, budget, 2, saves)
@@ -654,6 +658,16 @@ def migrations(stage: Stage) -> None:
         for name, seconds in (("copy", "copy_s"), ("stop time", "stop_s")):
             median_s = statistics.median(getattr(event, seconds) for event in moved)
             stage.report(f"{kv_transfer}: {name}", median_s * 1e3, "ms")
+    for killed, side in enumerate(("source", "destination")):
+        pair = EnginePair(config, "cuda:0" if stage.is_gpu else "cpu", stage.dtype, "ipc")
+        try:
+            (request,) = requests_of(pair, 1, num_tokens)
+            for number in range(2):  # both have opened the other's memory
+                pair.migrate(request, number)
+            state = pair.kill_during_copy(request, killed)
+        finally:
+            pair.close()
+        stage.report(f"ipc: the other engine decodes after SIGKILL of the {side} at", state.name)
 
 
 # Faults
@@ -838,7 +852,7 @@ def profiled(stage: Stage, name: str, run: Callable[[], object]) -> None:
     stage.report(f"{name}: time of kernels", total_us / 1e3, "ms", least=1e-6, always=True)
     stage.report(f"{name}: kernels", sum(event.count for event in events))
     for event in events[:12]:
-        stage.report(f"{name}: {event.key[:80]} x {event.count}", getattr(event, key) / total_us)
+        stage.report(f"{name}: {event.key[:200]} x {event.count}", getattr(event, key) / total_us)
 
 
 class StageEntry(NamedTuple):

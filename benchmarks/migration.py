@@ -31,7 +31,7 @@ from dora.core.actions import Migrate
 from dora.core.events import Event, Migrated
 from dora.core.types import GroupId, RequestId
 from dora.engine.interface import KVTransfer
-from dora.engine.kv_transfer.handoff import HandoffSlots
+from dora.engine.kv_transfer.handoff import HandoffSlots, HandoffState
 from dora.engine.messages import ImportFinished
 from dora.engine.request import Completion, Request, SamplingParams
 from dora.model.config import ModelConfig
@@ -90,6 +90,7 @@ class EnginePair:
         self.migrations = Migrations(self.folder, WAIT_S, self._events, self.send)
         self.workers = [self._start(number) for number in range(2)]
         self.reports: dict[int, m.EngineReport] = {}
+        self._killed: set[int] = set()
         self._num_rows = 0
         self.wait_for(m.WorkerReady, 0, 1)
         self.send_to_both(m.LoadWeights(0))
@@ -120,7 +121,7 @@ class EnginePair:
                 self.migrations.on_reply(message)
             case m.EngineReport():
                 self.reports[number] = message
-            case m.WorkerExited():
+            case m.WorkerExited() if number not in self._killed:
                 raise RuntimeError(worker.traceback)
         return number, message
 
@@ -158,6 +159,23 @@ class EnginePair:
             self.receive()
         events = [self._events.popleft() for _ in requests]
         return [event for event in events if isinstance(event, Migrated) or _fail(event)]
+
+    def kill_during_copy(self, request: Request, killed: int) -> HandoffState:
+        """SIGKILL an engine once engine 1 has reserved blocks for a request of engine 0.
+
+        Returns how far the migration had come. Raises RuntimeError if the other engine fails after it.
+        """
+        self.migrations.start(Migrate(request.id, 0, 1, 0, ""), request, self.pool(0))
+        (migration,) = self.migrations.in_progress.values()
+        while (state := self.migrations.state_of(migration)) is HandoffState.STARTED:
+            time.sleep(1e-4)
+        self._killed.add(killed)
+        self.workers[killed].kill()
+        self.migrations.on_engine_lost(killed)
+        self.send(1 - killed, m.SubmitRequests([self.request(PROMPT_LENGTH, 20)]))
+        self.send(1 - killed, m.ResumeDecoding())
+        self.wait_for(m.RequestsCompleted, 1 - killed)
+        return state
 
     def cpu_s(self) -> list[float]:
         """CPU time of both engines and of the driver."""

@@ -43,6 +43,7 @@ def older_varlen_attn(
     max_k: int,
     is_causal: bool = False,
 ) -> Tensor:
-    """That of older versions of torch, which do not share kv heads."""
+    """That of older versions of torch, which share kv heads without being told to."""
     assert is_causal
-    return varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size=(-1, 0))
+    starts, maxima = (cu_seq_q, cu_seq_k), (max_q, max_k)
+    return varlen_attn(query, key, value, *starts, *maxima, window_size=(-1, 0), enable_gqa=True)

@@ -11,10 +11,14 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
 
 from dora.model.device import to_device
 
@@ -33,6 +37,47 @@ class VarlenLayout(NamedTuple):
     key_starts: Tensor
     max_queries: int
     max_keys: int
+
+
+class SharedKeys(NamedTuple):
+    """Which of M inputs are the K keys of all sequences, if sequences share inputs.
+
+    Key i is that of input `indices`[i]. `order` [K] lists the keys by their input, and those of input j begin
+    at `starts`[j], [M].
+    """
+
+    indices: Tensor
+    order: Tensor
+    starts: Tensor
+
+
+def shared_keys(indices: NDArray[np.int64], num_inputs: int, device: torch.device) -> SharedKeys:
+    """The keys at `indices` [K], which name each of the inputs at least once."""
+    order = np.argsort(indices, kind="stable")
+    starts = np.searchsorted(indices[order], np.arange(num_inputs))
+    return SharedKeys(*(to_device(torch.from_numpy(x), device) for x in (indices, order, starts)))
+
+
+def take_keys(x: Tensor, keys: SharedKeys) -> Tensor:
+    """x[indices], [K, ...], of x [M, ...]. The gradient of an input is the sum of its keys', in order."""
+    rows: Tensor = _TakeKeys.apply(x.flatten(1), *keys)  # type: ignore[no-untyped-call]
+    return rows.view(-1, *x.shape[1:])
+
+
+class _TakeKeys(Function):
+    """Autograd would sort the indices again for each layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, indices: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+        ctx.save_for_backward(order, starts)
+        keys: Tensor = x.index_select(0, indices)
+        return keys
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        order, starts = ctx.saved_tensors
+        sums: Tensor = F.embedding_bag(order, grad, starts, mode="sum")
+        return sums, None, None, None
 
 
 VarlenAttention = Callable[[Tensor, Tensor, Tensor, VarlenLayout], Tensor]
@@ -88,12 +133,9 @@ def torch_varlen(varlen_attn: Callable[..., object]) -> VarlenAttention:
     causal = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layout: VarlenLayout) -> Tensor:
-        num_shared, arguments = q.shape[1] // k.shape[1], dict[str, object](causal)
-        if num_shared > 1 and "enable_gqa" in known:
-            arguments["enable_gqa"] = True
-        elif num_shared > 1:
-            k, v = k.repeat_interleave(num_shared, 1), v.repeat_interleave(num_shared, 1)
-        out = varlen_attn(q, k, v, *layout, **arguments)
+        is_grouped = q.shape[1] != k.shape[1]  # older versions do not ask whether it is
+        grouped = {"enable_gqa": True} if is_grouped and "enable_gqa" in known else {}
+        out = varlen_attn(q, k, v, *layout, **causal, **grouped)
         assert isinstance(out, Tensor)
         return out
 

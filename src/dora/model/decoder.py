@@ -7,7 +7,7 @@ sequences, the engine to its KV cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,6 +22,16 @@ from dora.model.moe import RecordingRouter, Router, expert_weights, mix_experts
 Weights = Mapping[str, Tensor]
 LayerRunner = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+# The weights of a layer before and after its attention; a model lacks some of them.
+_BEFORE = (
+    "input_layernorm.weight",
+    *(f"self_attn.{x}_proj.{kind}" for x in "qkv" for kind in ("weight", "bias")),
+    *(f"self_attn.{x}_norm.weight" for x in "qk"),
+)
+_AFTER = ("self_attn.o_proj.weight", "self_attn.o_proj.bias", "post_attention_layernorm.weight")
+_MLP = tuple(f"mlp.{x}_proj.{kind}" for x in ("gate", "up", "down") for kind in ("weight", "bias"))
 
 
 class AttentionFn(Protocol):
@@ -44,26 +54,25 @@ def forward(
     """Final hidden states [N, hidden] of packed tokens [N] with the RoPE rows [N, D] of their positions.
 
     `router` chooses the experts of MoE layers, by default the top k. `run_layer` calls each layer on its
-    input [N, hidden]; with activation checkpointing it does so twice. `fuse` compiles elementwise operations.
+    input [N, hidden]; with activation checkpointing it does so twice. `fuse` compiles the parts of a layer
+    before and after attention, and not the experts.
     """
-    router, eps = router or RecordingRouter(config), config.rms_norm_eps
+    router = router or RecordingRouter(config)
 
     def layer(i: int, x: Tensor) -> Tensor:
-        name = f"model.layers.{i}."
-        h = _norm(weights, name + "input_layernorm", x, eps)
-        q, k, v = _qkv(weights, config, name + "self_attn.", h)
-        q, k = fuse(_rotate)(q, k, cos, sin)
+        own = partial(_named, weights, f"model.layers.{i}.")
+        q, k, v = fuse(_before_attention)(own(_BEFORE), config, x, cos, sin)
         attended = attend(i, q, k, v).flatten(-2)
-        x = x + _linear(weights, name + "self_attn.o_proj", attended)
-        h = _norm(weights, name + "post_attention_layernorm", x, eps)
+        x, h = fuse(_after_attention)(own(_AFTER), config, x, attended)
         if i in config.moe_layers:
             return x + _moe(weights, config, i, h, router)
-        return x + _mlp(weights, name + "mlp.", h, fuse)
+        out: Tensor = fuse(_add_mlp)(own(_MLP), x, h)
+        return out
 
     x = F.embedding(tokens, weights["model.embed_tokens.weight"]).to(weights["model.norm.weight"].dtype)
     for i in range(config.num_hidden_layers):
         x = run_layer(partial(layer, i), x)
-    return _norm(weights, "model.norm", x, eps)
+    return _norm(weights, "model.norm", x, config.rms_norm_eps)
 
 
 def lm_head(weights: Weights) -> Tensor:
@@ -85,10 +94,6 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [N, heads, D] by cos and sin [N, D] fp32; only the result is rounded to x's dtype."""
     left, right = x.chunk(2, dim=-1)
     return (x * cos[:, None] + torch.cat((-right, left), dim=-1) * sin[:, None]).to(x.dtype)
-
-
-def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return apply_rope(q, cos, sin), apply_rope(k, cos, sin)
 
 
 def rope_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
@@ -137,22 +142,37 @@ def _norm(weights: Weights, name: str, x: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weights[name + ".weight"], eps)
 
 
-def _qkv(weights: Weights, config: ModelConfig, attn: str, h: Tensor) -> list[Tensor]:
-    """q, k and v, each [N, heads, D], before RoPE."""
-    q, k, v = (_linear(weights, f"{attn}{x}_proj", h).unflatten(-1, (-1, config.head_dim)) for x in "qkv")
+def _named(weights: Weights, prefix: str, names: Sequence[str]) -> dict[str, Tensor]:
+    """Those of the weights `names` that the model has, without their `prefix`."""
+    own = ((name, weights.get(prefix + name)) for name in names)
+    return {name: weight for name, weight in own if weight is not None}
+
+
+def _before_attention(
+    own: Weights, config: ModelConfig, x: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of a layer, each [N, heads, D]."""
+    eps = config.rms_norm_eps
+    h = _norm(own, "input_layernorm", x, eps)
+    q, k, v = (_linear(own, f"self_attn.{x}_proj", h).unflatten(-1, (-1, config.head_dim)) for x in "qkv")
     if config.has_qk_norm:
-        q = _norm(weights, attn + "q_norm", q, config.rms_norm_eps)
-        k = _norm(weights, attn + "k_norm", k, config.rms_norm_eps)
-    return [q, k, v]
+        q, k = _norm(own, "self_attn.q_norm", q, eps), _norm(own, "self_attn.k_norm", k, eps)
+    return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
 
 
-def _mlp(weights: Weights, mlp: str, h: Tensor, fuse: Compiler = uncompiled) -> Tensor:
+def _after_attention(own: Weights, config: ModelConfig, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+    """The residual stream after attention, and the input of the MLP, each [N, hidden]."""
+    x = x + _linear(own, "self_attn.o_proj", attended)
+    return x, _norm(own, "post_attention_layernorm", x, config.rms_norm_eps)
+
+
+def _add_mlp(own: Weights, x: Tensor, h: Tensor) -> Tensor:
+    return x + _mlp(own, "mlp.", h)
+
+
+def _mlp(weights: Weights, mlp: str, h: Tensor) -> Tensor:
     gate, up = (_linear(weights, f"{mlp}{x}_proj", h) for x in ("gate", "up"))
-    return _linear(weights, mlp + "down_proj", fuse(_swiglu)(gate, up))
-
-
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
+    return _linear(weights, mlp + "down_proj", F.silu(gate) * up)
 
 
 def _moe(weights: Weights, config: ModelConfig, layer: int, h: Tensor, router: Router) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dora.model.attention import VarlenLayout, varlen_layout
+from dora.model.attention import SharedKeys, VarlenLayout, shared_keys, varlen_layout
 from dora.model.device import to_device
 from dora.trainer.settings import Sample
 
@@ -36,8 +36,9 @@ class PackedBatch:
     For attention, `blocks` [B, L] hold the input indices of sequences of similar lengths, padded on the right
     with input 0. `block_indices` [M] locate each input among the flattened tokens of all blocks.
 
-    A kernel for variable lengths takes all inputs as queries, each once, and as keys the inputs `key_indices`
-    of each sequence that has inputs of its own. `varlen` is their layout.
+    A kernel for variable lengths takes all inputs as queries, each once, and as keys all inputs of each
+    sequence that has inputs of its own: `shared_keys`, or None if no sequences share inputs. `varlen` is
+    their layout.
     """
 
     input_ids: Tensor
@@ -48,7 +49,7 @@ class PackedBatch:
     sequence_indices: Sequence[NDArray[np.int64]]
     blocks: Sequence[Tensor]
     block_indices: Tensor
-    key_indices: Tensor
+    shared_keys: SharedKeys | None
     varlen: VarlenLayout
     prompts: Sequence[TokenIds]
     responses: Sequence[TokenIds]
@@ -86,6 +87,7 @@ def pack(
     loss_mask = _joined_masks(responses, masks or [None] * len(responses))
 
     with_queries = [indices for indices, num in zip(sequence_indices, num_queries, strict=True) if num]
+    keys = np.concatenate(with_queries)
     varlen = varlen_layout([num for num in num_queries if num], [*map(len, with_queries)], device)
 
     def on_device(values: Sequence[int] | NDArray[np.int64]) -> Tensor:
@@ -100,7 +102,7 @@ def pack(
         sequence_indices,
         [on_device(block) for block in blocks],
         on_device(block_indices),
-        on_device(np.concatenate(with_queries)),
+        None if len(keys) == len(input_ids) else shared_keys(keys, len(input_ids), device),
         varlen,
         prompts,
         responses,

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dora.model import decoder
-from dora.model.attention import varlen_attention
+from dora.model.attention import take_keys, varlen_attention
 from dora.model.config import ModelConfig
 from dora.model.decoder import AttentionFn, Compiler
 from dora.model.device import compiled, uncompiled
@@ -46,7 +46,7 @@ class Policy:
         """At most `logits_chunk_tokens` rows of logits exist at a time.
 
         With `activation_checkpointing` a layer saves its input alone and runs again in the backward pass.
-        With `torch_compile` each chain of elementwise operations is one kernel.
+        With `torch_compile` norms and chains of elementwise operations are one kernel each.
         """
         self._exact_logprobs = exact_logprobs
         self._chunk_tokens = logits_chunk_tokens
@@ -112,8 +112,9 @@ def _attention(batch: PackedBatch) -> AttentionFn:
         kernel = varlen_attention(q)
         if kernel is None:
             return in_blocks(layer, q, k, v)
-        keys, values = (_take_rows(x, batch.key_indices) for x in (k, v))
-        return kernel(q, keys, values, batch.varlen)
+        if batch.shared_keys is not None:
+            k, v = take_keys(k, batch.shared_keys), take_keys(v, batch.shared_keys)
+        return kernel(q, k, v, batch.varlen)
 
     return attend
 

@@ -34,12 +34,14 @@ from dora.engine.kv_transfer.pool import (
 from dora.engine.messages import ReserveMigration, StartExport
 from dora.engine.request import Request, Sequence
 
-_BYTES_PER_POLL = 4 * 2**20
+_BYTES_PER_POLL = 4 * 2**20  # between two decode steps
+_BYTES_PER_DEVICE_POLL = 32 * 2**20  # the same from GPU to GPU
 _MAX_STOPPED_BYTES = 4 * 2**20  # of KV that may be copied after the request has stopped: about a decode step
 
 
 def _num_blocks_per_poll(kv: EngineKV[Any]) -> int:
-    return max(1, _BYTES_PER_POLL // kv.num_bytes)
+    limit = _BYTES_PER_DEVICE_POLL if kv.blocks is None else _BYTES_PER_POLL
+    return max(1, limit // kv.num_bytes)
 
 
 def _publishes_blocks(request: Request, kv: EngineKV[Any]) -> bool:
