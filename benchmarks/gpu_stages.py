@@ -263,12 +263,12 @@ def gradient(stage: Stage) -> None:
     from dora.trainer.trainer import Trainer
 
     settings = TrainerSettings(lr=1e-3, num_steps=4, warmup_steps=0, max_grad_norm=1e9)
-    flat, batch = initial_weights(SMALL, seed=0, std=0.1), batch_of(SMALL, 12, 20, 60)
+    flat, batch = initial_weights(SMALL, seed=0, std=0.1), batch_of(SMALL, 12, 20, 60, group_size=4)
     on_cpu = Trainer(SMALL, flat.clone(), settings)
     on_cpu.step(batch)
     for dtype, most in (("float32", 1e-4), ("bfloat16", 0.05)):
-        for saves, compiles in ((False, False), (True, False), (True, True)):
-            if compiles and not stage.is_gpu:  # a C++ compiler takes a minute
+        for saves, compiles in ((False, False), (True, False), (False, True), (True, True)):
+            if compiles and (not stage.is_gpu or dtype == "float32"):  # fp32 has no kernel to compile around
                 continue
             own = replace(settings, dtype=dtype, activation_checkpointing=saves, torch_compile=compiles)
             trainer = Trainer(SMALL, flat.clone().to(stage.device), own)
@@ -306,34 +306,48 @@ def adamw_offsets(stage: Stage) -> None:
     )
 
 
+class StepCase(NamedTuple):
+    """A training step at the shapes of Qwen3-0.6B, in bf16."""
+
+    name: str
+    torch_compile: bool
+    checkpoints: bool = True
+    chunk: int = 2048  # of logits, in tokens
+    group_size: int = 1
+    budget: int = 16384  # tokens of a micro-batch
+
+
+STEP_CASES = (
+    StepCase("compiled step", True),
+    StepCase("compiled step, groups of 4", True, group_size=4),
+    StepCase("compiled step, micro-batches of 32k tokens", True, budget=32768),
+    StepCase("compiled step, no checkpointing", True, checkpoints=False),
+    StepCase("step", False),
+    StepCase("step, chunks of 256", False, chunk=256),
+)
+
+
 def trainer_steps(stage: Stage) -> None:
-    """A step with cuDNN's attention on and off, two sizes of the chunks of logits, and torch.compile."""
+    """A step compiled and not, with and without checkpointing, shared prompts and larger micro-batches."""
     from dora.trainer.perf import activation_bytes, logits_bytes, peak_tflops
     from dora.trainer.trainer import Trainer
 
     config = stage.model(QWEN3_06B)
-    budget, prompt, response, num = (64, 8, 24, 4) if stage.is_tiny else (16384, 256, 1024, 32)
+    prompt, response, num = (8, 24, 4) if stage.is_tiny else (256, 1024, 32)
     peak = peak_tflops(torch.device(stage.device), "bfloat16")
     numel = WeightLayout(config).numel
-    cases = (
-        (True, 2048, False, True, 1), (False, 256, False, True, 1), (False, 2048, False, True, 1),
-        (False, 2048, True, True, 1), (False, 2048, True, False, 1), (False, 2048, True, True, 4),
-    )  # fmt: skip
-    for has_cudnn, chunk, compiles, saves, group_size in cases:
-        if compiles and not stage.is_gpu:
+    for case in STEP_CASES:
+        if case.torch_compile and not stage.is_gpu:
             continue
         free_memory(stage.device)
-        torch.backends.cuda.enable_cudnn_sdp(has_cudnn)
+        budget = 64 if stage.is_tiny else case.budget
         settings = TrainerSettings(
-            lr=1e-6, num_steps=9, warmup_steps=0, micro_batch_tokens=budget, logits_chunk_tokens=chunk,
-            dtype="bfloat16", activation_checkpointing=saves, torch_compile=compiles,
+            lr=1e-6, num_steps=9, warmup_steps=0, micro_batch_tokens=budget, logits_chunk_tokens=case.chunk,
+            dtype="bfloat16", activation_checkpointing=case.checkpoints, torch_compile=case.torch_compile,
         )  # fmt: skip
         trainer = Trainer(config, initial_weights(config, 0).to(stage.device), settings)
-        batch = batch_of(config, num, prompt, response, group_size)
-        how = ", compiled" * compiles + ", no checkpointing" * (not saves)
-        how += f", groups of {group_size}" * (group_size > 1)
-        name = f"step with cuDNN {'on' if has_cudnn else 'off'}, chunks of {chunk}{how}"
-        for what in (f"{name}: the first one", name):
+        batch = batch_of(config, num, prompt, response, case.group_size)
+        for what in (f"{case.name}: the first one", case.name):
             started_s = time.perf_counter()
             metrics = trainer.step(batch)
             wait_for(stage.device)
@@ -341,17 +355,16 @@ def trainer_steps(stage: Stage) -> None:
             stage.report(what, wall_s, "s")
         if peak is not None:
             mfu = metrics["actor/tflop"] / wall_s / peak
-            least = 0.25 if compiles and saves and group_size == 1 else None
-            stage.report(f"{name}: MFU", mfu, least=least)
+            stage.report(f"{case.name}: MFU", mfu, least=0.25 if case is STEP_CASES[0] else None)
         if stage.is_gpu:
             used = torch.cuda.max_memory_allocated()
-            activations = activation_bytes(config, budget, 2, saves)
-            estimate = 18 * numel + activations + logits_bytes(config, chunk, 2)
-            stage.report(f"{name}: memory", used / 1e9, "GB")
+            activations = activation_bytes(config, budget, 2, case.checkpoints)
+            estimate = 18 * numel + activations + logits_bytes(config, case.chunk, 2)
+            stage.report(f"{case.name}: memory", used / 1e9, "GB")
             # Compiled operations save fewer activations than the estimate has.
-            least = 0.75 if saves else None
-            stage.report(f"{name}: memory over estimate", used / estimate, least=least)
-            stage.report(f"{name}: memory over estimate", used / estimate, most=1.1)
+            least = 0.75 if case.checkpoints else None
+            stage.report(f"{case.name}: memory over estimate", used / estimate, least=least)
+            stage.report(f"{case.name}: memory over estimate", used / estimate, most=1.1)
         del trainer
 
 
@@ -373,6 +386,16 @@ def fsdp(stage: Stage) -> None:
         return Trainer(
             config, flat, settings, learner=DistributedLearner(group, config, flat, settings, None)
         )
+
+    if stage.is_gpu:
+        exact = settings
+        settings = replace(exact, dtype="bfloat16", activation_checkpointing=True, torch_compile=True)
+        alone, ranks = Trainer(config, start.clone().to(stage.device), settings), sharded(start.clone())
+        for trainer in (alone, ranks):
+            trainer.step(batch)
+        gap = relative_gap(first_moment(ranks), first_moment(alone))
+        stage.report("compiled gradient in bfloat16: distance from one process", gap, most=0.05, always=True)
+        settings = exact
 
     alone, ranks = Trainer(config, start.clone().to(stage.device), settings), sharded(start.clone())
     for trainer in (alone, ranks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -143,7 +144,7 @@ def next_logits(ids: list[int], *, before: Tensor, after: Tensor) -> Tensor:
     kept: list[tuple[Tensor, Tensor]] = []
     cos, sin = rope_tables(TINY, len(ids))
 
-    def whole(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kept.append((k, v))
         return attended(q, k, v, is_causal=True)
 
@@ -151,9 +152,11 @@ def next_logits(ids: list[int], *, before: Tensor, after: Tensor) -> Tensor:
         old_k, old_v = kept[layer]
         return attended(q, torch.cat([old_k, k]), torch.cat([old_v, v]), is_causal=False)
 
-    forward(WeightLayout(TINY).views(before), TINY, torch.tensor(ids[:-1]), cos[:-1], sin[:-1], whole)
-    views = WeightLayout(TINY).views(after)
-    return F.linear(forward(views, TINY, torch.tensor(ids[-1:]), cos[-1:], sin[-1:], last), lm_head(views))[0]
+    views, tables = WeightLayout(TINY).views(before), (cos[:-1], sin[:-1])
+    forward(views, TINY, torch.tensor(ids[:-1]), *tables, lambda layer: whole)
+    views, tables = WeightLayout(TINY).views(after), (cos[-1:], sin[-1:])
+    hidden = forward(views, TINY, torch.tensor(ids[-1:]), *tables, lambda layer: partial(last, layer))
+    return F.linear(hidden, lm_head(views))[0]
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:

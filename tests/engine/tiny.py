@@ -83,7 +83,8 @@ def full_logits(flat: Tensor, token_ids: list[int]) -> Tensor:
     """Logits [length, vocab] of one forward pass of the trainer over a whole sequence."""
     cos, sin = rope_tables(TINY, len(token_ids))
     views, attend = WeightLayout(TINY).views(flat), packed_attention([torch.arange(len(token_ids))[None]])
-    return F.linear(forward(views, TINY, torch.tensor(token_ids), cos, sin, attend), lm_head(views))
+    hidden = forward(views, TINY, torch.tensor(token_ids), cos, sin, lambda layer: attend)
+    return F.linear(hidden, lm_head(views))
 
 
 def greedy_output(flat: Tensor, prompt_ids: tuple[int, ...], num_tokens: int) -> list[int]:

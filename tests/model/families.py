@@ -97,7 +97,7 @@ def compute_logits(config: ModelConfig, flat: Tensor, tokens: Tensor, route: Rou
     weights = WeightLayout(config).views(flat)
     cos, sin = (table.repeat(batch, 1) for table in rope_tables(config, length))
     attend = packed_attention([torch.arange(batch * length).view(batch, length)])
-    hidden = forward(weights, config, tokens.flatten(), cos, sin, attend, route)
+    hidden = forward(weights, config, tokens.flatten(), cos, sin, lambda layer: attend, route)
     return F.linear(hidden, lm_head(weights)).view(batch, length, -1)
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
 from tests.model.families import CONFIGS, SHAPE, random_weights
-from tests.model.varlen_twin import varlen_attn
+from tests.model.varlen_twin import traceable_attention, varlen_attn
 from torch import Tensor
+from torch._dynamo import lookup_backend
 from torch.autograd.graph import saved_tensors_hooks
 
+import dora.model.device as device_module
 import dora.trainer.policy as policy_module
 from dora.model.attention import VarlenLayout, torch_varlen
 from dora.model.config import ModelConfig
@@ -72,14 +76,28 @@ def test_packed_siblings_have_the_log_probs_and_gradients_that_each_has_alone(na
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile looks at it
-def test_compiled_operations_have_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are traced without a graph break; a backend that compiles nothing runs them."""
-    traced = cache(lambda function: torch.compile(function, fullgraph=True, backend="aot_eager"))
-    monkeypatch.setattr(policy_module, "compiled", traced)
-    parts = [random_groups(num_groups=2), random_groups(num_groups=3)]
-    found = logprobs_and_gradient(CONFIGS["qwen3"], parts, activation_checkpointing=True, torch_compile=True)
-    assert traced.cache_info().currsize == 5
-    for one, other in zip(found, logprobs_and_gradient(CONFIGS["qwen3"], parts), strict=True):
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated")  # and makes an autograd.Function
+@pytest.mark.parametrize(("name", "saves"), [("qwen3", False), ("qwen3", True), ("qwen3_moe-mixed", True)])
+def test_a_compiled_model_has_the_same_gradient(
+    name: str, saves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are traced once for all layers, without a graph break; no code is generated here."""
+    graphs = list[torch.fx.GraphModule]()
+
+    def count_graphs(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        run: Callable[..., Any] = lookup_backend("aot_eager")(graph, inputs)
+        return run
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count_graphs))
+    monkeypatch.setattr(device_module, "compiled", cache(device_module.compiled.__wrapped__))
+    monkeypatch.setattr(policy_module, "compiled", device_module.compiled)
+    monkeypatch.setattr(policy_module, "varlen_attention", lambda query: traceable_attention)
+    config = CONFIGS[name]
+    parts = [random_groups(num_groups=num) for num in (2, 3, 4, 5)]
+    found = logprobs_and_gradient(config, parts, activation_checkpointing=saves, torch_compile=True)
+    assert len(graphs) <= 8, "some for each new kind of batch, none for each layer or batch"
+    for one, other in zip(found, logprobs_and_gradient(config, parts), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 

@@ -24,20 +24,20 @@ LayerRunner = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-# The weights of a layer before and after its attention; a model lacks some of them.
-_BEFORE = (
+# The weights of a layer; a model lacks some of them.
+_ATTENTION = (
     "input_layernorm.weight",
-    *(f"self_attn.{x}_proj.{kind}" for x in "qkv" for kind in ("weight", "bias")),
+    *(f"self_attn.{x}_proj.{kind}" for x in "qkvo" for kind in ("weight", "bias")),
     *(f"self_attn.{x}_norm.weight" for x in "qk"),
+    "post_attention_layernorm.weight",
 )
-_AFTER = ("self_attn.o_proj.weight", "self_attn.o_proj.bias", "post_attention_layernorm.weight")
 _MLP = tuple(f"mlp.{x}_proj.{kind}" for x in ("gate", "up", "down") for kind in ("weight", "bias"))
 
 
 class AttentionFn(Protocol):
     """Attention of one layer: q [N, heads, D], k and v [N, kv heads, D] -> [N, heads, D]."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, /) -> Tensor: ...
 
 
 def forward(
@@ -46,27 +46,26 @@ def forward(
     tokens: Tensor,
     cos: Tensor,
     sin: Tensor,
-    attend: AttentionFn,
+    attention: Callable[[int], AttentionFn],
     router: Router | None = None,
     run_layer: LayerRunner = lambda layer, x: layer(x),
     fuse: Compiler = uncompiled,
 ) -> Tensor:
     """Final hidden states [N, hidden] of packed tokens [N] with the RoPE rows [N, D] of their positions.
 
-    `router` chooses the experts of MoE layers, by default the top k. `run_layer` calls each layer on its
-    input [N, hidden]; with activation checkpointing it does so twice. `fuse` compiles the parts of a layer
-    before and after attention, and not the experts.
+    `attention(i)` is the attention of layer i. `router` chooses the experts of MoE layers, by default the
+    top k. `run_layer` calls each layer on its input [N, hidden]; with activation checkpointing it does so
+    twice. `fuse` compiles a layer without its experts; then `attention` must be traceable, and the same
+    function for all layers.
     """
     router = router or RecordingRouter(config)
 
     def layer(i: int, x: Tensor) -> Tensor:
-        own = partial(_named, weights, f"model.layers.{i}.")
-        q, k, v = fuse(_before_attention)(own(_BEFORE), config, x, cos, sin)
-        attended = attend(i, q, k, v).flatten(-2)
-        x, h = fuse(_after_attention)(own(_AFTER), config, x, attended)
+        own, attend = partial(_named, weights, f"model.layers.{i}."), attention(i)
         if i in config.moe_layers:
+            x, h = fuse(_add_attention)(own(_ATTENTION), config, x, cos, sin, attend)
             return x + _moe(weights, config, i, h, router)
-        out: Tensor = fuse(_add_mlp)(own(_MLP), x, h)
+        out: Tensor = fuse(_dense_layer)(own(_ATTENTION + _MLP), config, x, cos, sin, attend)
         return out
 
     x = F.embedding(tokens, weights["model.embed_tokens.weight"]).to(weights["model.norm.weight"].dtype)
@@ -148,26 +147,26 @@ def _named(weights: Weights, prefix: str, names: Sequence[str]) -> dict[str, Ten
     return {name: weight for name, weight in own if weight is not None}
 
 
-def _before_attention(
-    own: Weights, config: ModelConfig, x: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of a layer, each [N, heads, D]."""
+def _dense_layer(
+    own: Weights, config: ModelConfig, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn
+) -> Tensor:
+    """The residual stream [N, hidden] after a layer."""
+    x, h = _add_attention(own, config, x, cos, sin, attend)
+    return x + _mlp(own, "mlp.", h)
+
+
+def _add_attention(
+    own: Weights, config: ModelConfig, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn
+) -> tuple[Tensor, Tensor]:
+    """The residual stream after attention, and the input of the MLP, each [N, hidden]."""
     eps = config.rms_norm_eps
     h = _norm(own, "input_layernorm", x, eps)
     q, k, v = (_linear(own, f"self_attn.{x}_proj", h).unflatten(-1, (-1, config.head_dim)) for x in "qkv")
     if config.has_qk_norm:
         q, k = _norm(own, "self_attn.q_norm", q, eps), _norm(own, "self_attn.k_norm", k, eps)
-    return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
-
-
-def _after_attention(own: Weights, config: ModelConfig, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-    """The residual stream after attention, and the input of the MLP, each [N, hidden]."""
+    attended = attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v).flatten(-2)
     x = x + _linear(own, "self_attn.o_proj", attended)
-    return x, _norm(own, "post_attention_layernorm", x, config.rms_norm_eps)
-
-
-def _add_mlp(own: Weights, x: Tensor, h: Tensor) -> Tensor:
-    return x + _mlp(own, "mlp.", h)
+    return x, _norm(own, "post_attention_layernorm", x, eps)
 
 
 def _mlp(weights: Weights, mlp: str, h: Tensor) -> Tensor:

@@ -8,15 +8,28 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @cache
-def compiled(function: _Function) -> _Function:
-    """`torch.compile(function)`, which runs chains of elementwise operations as one kernel."""
-    fused: Any = torch.compile(function, fullgraph=True)
+def compiled(function: _Function, recomputes: bool = False) -> _Function:
+    """`torch.compile(function)`, which runs norms and chains of elementwise operations as one kernel each.
+
+    If it `recomputes`, its backward pass computes it again and saves its arguments alone.
+    """
+    # Batches with and without shared prompts, gradients and padding have code of their own.
+    torch._dynamo.config.recompile_limit = 64
+    fused: Any = torch.compile(_recomputed(function) if recomputes else function, fullgraph=True)
     return cast(_Function, fused)
+
+
+def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def compute(*arguments: Any) -> Any:
+        return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+    return compute
 
 
 def uncompiled(function: _Function) -> _Function:

@@ -211,7 +211,7 @@ class DistributedLearner:
         self._rounded: Tensor | None = None  # pinned for ranks on GPUs
         self._rank = ShardedRank(group, config, settings, flat, flat if reference is None else reference)
         self._layout, self._dtype = WeightLayout(config), getattr(torch, settings.dtype)
-        placeholder = {_NORM: torch.empty(0, device=group.device)}
+        placeholder = {_NORM: torch.empty(0, dtype=self._dtype, device=group.device)}
         self._unsharded = Policy(
             config,
             placeholder,
@@ -625,7 +625,7 @@ class ShardedPolicy(Policy):
         """A frozen policy has no gradient, and keeps no gathered weights."""
         device, self._mesh, self.units = torch.device(mesh.device_type), mesh, fsdp_units(config)
         dtype = getattr(torch, settings.dtype)
-        gathered = {_NORM: torch.empty(0, device=device)}  # a placeholder that has the device
+        gathered = {_NORM: torch.empty(0, dtype=dtype, device=device)}  # a placeholder
         self._root = _RootModule(self.units, gathered, dtype)
         self._root.requires_grad_(not is_frozen)
         precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)

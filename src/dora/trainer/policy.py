@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dora.model import decoder
-from dora.model.attention import take_keys, varlen_attention
+from dora.model.attention import SharedKeys, VarlenAttention, VarlenLayout, take_keys, varlen_attention
 from dora.model.config import ModelConfig
 from dora.model.decoder import AttentionFn, Compiler
 from dora.model.device import compiled, uncompiled
@@ -22,6 +23,7 @@ from dora.trainer.packing import PackedBatch
 
 BatchLogprobs = Callable[[PackedBatch], Tensor]
 
+_NORM = "model.norm.weight"
 _HEAD_ROWS = 8192  # of a product that is converted before it is added
 
 
@@ -50,6 +52,7 @@ class Policy:
         """
         self._exact_logprobs = exact_logprobs
         self._chunk_tokens = logits_chunk_tokens
+        self._torch_compile = torch_compile
         self._fuse: Compiler = compiled if torch_compile else uncompiled
         self.config = config
         self.weights = weights
@@ -59,7 +62,13 @@ class Policy:
 
     def _prepare(self, activation_checkpointing: bool) -> None:
         """Make what the forward pass needs beside the weights."""
+        self._kernel = varlen_attention(self.weights[_NORM].new_empty(0, self.config.head_dim))
         self._run_layer = _run_checkpointed if activation_checkpointing else _run
+        self._fuse_layer: Compiler = self._fuse
+        if self._kernel is None:
+            self._fuse_layer = uncompiled
+        elif self._torch_compile and activation_checkpointing and not self.config.moe_layers:
+            self._fuse_layer, self._run_layer = partial(compiled, recomputes=True), _run
         cos, sin = decoder.rope_tables(self.config, self.config.max_position_embeddings)
         self._cos, self._sin = cos.to(self.device), sin.to(self.device)
 
@@ -89,9 +98,13 @@ class Policy:
     def hidden_states(self, batch: PackedBatch, router: Router | None = None) -> Tensor:
         """Final hidden states [M, hidden]."""
         cos, sin = (table.index_select(0, batch.position_ids) for table in (self._cos, self._sin))
+        if self._kernel is None:
+            attend = packed_attention(batch.blocks, batch.block_indices)
+        else:
+            attend = _varlen_attention(self._kernel, batch.varlen, batch.shared_keys)
         return decoder.forward(
-            self.weights, self.config, batch.input_ids, cos, sin, _attention(batch), router, self._run_layer,
-            self._fuse,
+            self.weights, self.config, batch.input_ids, cos, sin, lambda layer: attend, router,
+            self._run_layer, self._fuse_layer,
         )  # fmt: skip
 
 
@@ -104,17 +117,13 @@ def _run_checkpointed(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return out
 
 
-def _attention(batch: PackedBatch) -> AttentionFn:
-    """Attention in one call for all sequences where the device has a kernel for it, else in blocks."""
-    in_blocks = packed_attention(batch.blocks, batch.block_indices)
+def _varlen_attention(kernel: VarlenAttention, layout: VarlenLayout, keys: SharedKeys | None) -> AttentionFn:
+    """Attention in one call for all sequences."""
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kernel = varlen_attention(q)
-        if kernel is None:
-            return in_blocks(layer, q, k, v)
-        if batch.shared_keys is not None:
-            k, v = take_keys(k, batch.shared_keys), take_keys(v, batch.shared_keys)
-        return kernel(q, k, v, batch.varlen)
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if keys is not None:
+            k, v = take_keys(k, keys), take_keys(v, keys)
+        return kernel(q, k, v, layout)
 
     return attend
 
@@ -128,7 +137,7 @@ def packed_attention(blocks: Sequence[Tensor], block_indices: Tensor | None = No
     same.
     """
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parts = [_block_attention(*(_take_rows(x, block) for x in (q, k, v))) for block in blocks]
         return torch.cat(parts) if block_indices is None else _take_rows(torch.cat(parts), block_indices)
 
