@@ -2,9 +2,10 @@
 
     python benchmarks/gpu_results.py FIRST/gpu.json SECOND/gpu.json --json benchmarks/results/gpu.json
 
-Of a stage that is in several files, the last one counts. A row is a figure: its stage, the state of the code,
-how many stages ran at the same time, and the bound if it has one. A file may name the commit of a working
-tree that was committed after it was measured, as `committed_as`. The ratios are the figures with a bound.
+The first file may be a joined one. Of a stage that is in several files, the last one counts. A row is a
+figure: its stage, the state of the code, how many stages ran at the same time, and the bound if it has one.
+A file may name the commit of a working tree that was committed after it was measured, as `committed_as`. The
+ratios are the figures with a bound.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ def joined(files: list[dict[str, Any]]) -> dict[str, Any]:
         raise ValueError(f"the files are of {len(machines)} kinds of machines; join those of one kind")
     stages: dict[str, list[dict[str, Any]]] = {}
     for file in files:
-        for stage in file["stages"]:
+        for row in file.get("rows", ()):  # of a joined file
+            stages.setdefault(row["stage"], []).append(row)
+        for stage in file.get("stages", ()):
             about = {"stage": stage["stage"]}
             about |= {key: file[key] for key in ("git", "committed_as", "stages_at_once") if key in file}
             stages[stage["stage"]] = [about | row for row in stage["rows"]]

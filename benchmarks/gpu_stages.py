@@ -362,7 +362,7 @@ def trainer_steps(stage: Stage) -> None:
             estimate = 18 * numel + activations + logits_bytes(config, case.chunk, 2)
             stage.report(f"{case.name}: memory", used / 1e9, "GB")
             # Compiled operations save fewer activations than the estimate has.
-            least = 0.75 if case.checkpoints else None
+            least = None if case.torch_compile else 0.75
             stage.report(f"{case.name}: memory over estimate", used / estimate, least=least)
             stage.report(f"{case.name}: memory over estimate", used / estimate, most=1.1)
         del trainer

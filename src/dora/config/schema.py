@@ -413,9 +413,10 @@ class TrainerSection(Section):
     )
     torch_compile: bool | None = Field(
         default=None,
-        description="Compile elementwise operations of the model and of its log-probs with torch.compile, so "
-        "that a chain of them is one kernel. The first steps take longer. No effect on experts, a critic, "
-        "and models that transformers computes. Unset: on a GPU in bfloat16.",
+        description="Compile the model's layers and its log-probs with torch.compile. The first step takes "
+        "about half a minute longer, and so does the first batch of another kind, such as one without "
+        "shared prompts. Layers need bfloat16 on a GPU. No effect on experts, a critic, and models that "
+        "transformers computes. Unset: on a GPU in bfloat16.",
     )
     lr: float = Field(gt=0, description="Peak learning rate of AdamW (per step).")
     warmup_steps: int = Field(default=0, ge=0, description="Linear warm-up of the learning rate (steps).")

@@ -283,7 +283,7 @@ class RunSetup:
 
     @property
     def torch_compile(self) -> bool:
-        """Whether the trainer compiles elementwise operations."""
+        """Whether the trainer compiles layers and log-probs."""
         trainer = self.config.trainer
         if trainer.torch_compile is None:
             return is_gpu(trainer.device) and trainer.dtype == "bfloat16"
