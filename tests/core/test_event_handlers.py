@@ -6,6 +6,7 @@ import pytest
 from tests.core.fake_workers import FakeWorkers, finished, is_work, limits
 
 from dora.core import codec, invariants
+from dora.core.actions import Fail, Generate
 from dora.core.events import (
     DrainRequested,
     EngineJoined,
@@ -160,9 +161,32 @@ def test_a_request_that_is_being_aborted_may_end_in_any_way(run: FakeWorkers) ->
     assert run.state.num_failed == 2
 
 
+def test_a_request_starts_again_after_a_failure_of_its_environment() -> None:
+    """On the same version, at most `max_retries` times; then its group fails."""
+    run = FakeWorkers(limits(group_size=2, max_retries=2))
+    run.join(0, rows=4, slots=2)
+    run.deliver_all(unless=is_work)
+    run.deliver(ProgressReported(0, ((RUNNING, 7),)))
+    for _ in range(2):
+        actions = run.deliver(RequestFailed(0, RUNNING, "it raised", "environment"))
+        assert actions == [Generate(0, 0, (RUNNING,))]
+    assert (run.state.num_retries, run.state.num_regenerated_tokens, run.state.num_failed) == (2, 7, 0)
+    actions = run.deliver(RequestFailed(0, RUNNING, "it raised again", "environment"))
+    assert Fail(RUNNING.group, "it raised again") in actions
+    assert run.state.num_failed == 1
+
+
+def test_what_an_engine_rejects_is_not_generated_again() -> None:
+    run = FakeWorkers(limits(group_size=2, max_retries=2))
+    run.join(0, rows=4, slots=2)
+    run.deliver_all(unless=is_work)
+    assert Fail(RUNNING.group, "too long") in run.deliver(RequestFailed(0, RUNNING, "too long", "engine"))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"max_retries": -1}, "max_retries = -1 must be at least 0"),
         ({"num_steps": 0}, "num_steps = 0"),
         ({"batch_size": 0}, "batch_size = 0"),
         ({"group_size": 0}, "group_size = 0"),

@@ -1,4 +1,4 @@
-"""A run of episodes whose environments raise, hang or exit: only their groups fail."""
+"""A run of episodes whose environments raise, hang or exit: their groups fail if a second attempt fails."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from tests.runtime.tiny import write_task
 FAULTY = """
 import asyncio, os, time
 from dora.envs.base import Environment, Fault, Step
+
+MARK = os.path.join(os.path.dirname(__file__), "raised")
 
 class Faulty(Environment):
     async def reset(self, row, seed):
@@ -31,9 +33,12 @@ class Faulty(Environment):
                 time.sleep(3600)
             case "exits":
                 os._exit(7)
+            case "raises once" if not os.path.exists(MARK):
+                open(MARK, "w").close()
+                raise KeyError("not yet")
         return Step("77", len(set(action)) / 10, self.num_steps == 2)
 """
-BEHAVIOURS = ("raises", "gives up", "is slow", "hangs", "exits", "good", "good", "good", "good")
+BEHAVIOURS = ("raises", "gives up", "is slow", "hangs", "exits", "raises once", "good", "good", "good")
 REASONS = {
     "environment raised KeyError",
     "no license left",
@@ -68,6 +73,7 @@ def test_failed_episodes_fail_their_groups_and_the_others_are_trained(
     assert ended.code == 0, ended
     s = summary(run.out)
     assert (s["trained_groups"], s["failed_groups"], s["pending_groups"]) == (4, 5, 0)
+    assert s["retried_requests"] >= 6
     assert {line["reason"] for line in journal(run.out) if line["kind"] == "fail"} == REASONS
     assert "first failed episode: environment raised KeyError" in ended.out
     assert dora("audit", run.out).code == 0

@@ -236,6 +236,12 @@ class EnvSection(Section):
     num_workers: Count = Field(default=1, description="Environment worker processes (count).")
     max_turns: Count = Field(default=8, description="Maximum turns of an episode (count).")
     timeout_s: float = Field(default=10.0, gt=0, description="Time limit of one reset or step (s).")
+    max_retries: int = Field(
+        default=1,
+        ge=0,
+        description="How often an episode is generated again after a failure of its environment or agent, "
+        "before its group fails (count).",
+    )
 
     @property
     def has_environments(self) -> bool:

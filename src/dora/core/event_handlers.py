@@ -238,7 +238,24 @@ def _on_request_failed(state: State, event: RequestFailed) -> list[Action]:
     require(is_running, event, "the engine must be running the request", engine.requests)
     if event.request.is_held_out:
         return _end_held_out_request(state, engine, event.request, is_failed=True)
+    if _may_retry(state, event):
+        _release_rows(state, engine, event.request)
+        request = state.requests[event.request]
+        request.num_retries += 1
+        state.num_retries += 1
+        state.restart_request(request)
+        return []
     return _fail_group(state, _end_request(state, engine, event.request), event.reason)
+
+
+def _may_retry(state: State, event: RequestFailed) -> bool:
+    """Whether the request is generated again, with the same seed and on its version.
+
+    What an engine rejects, it would reject again. A migration of the request must have ended before another
+    engine may get it.
+    """
+    is_transient = event.cause == "environment" and event.request not in state.migrations
+    return is_transient and state.requests[event.request].num_retries < state.limits.max_retries
 
 
 def _on_requests_aborted(state: State, event: RequestsAborted) -> list[Action]:
@@ -399,11 +416,15 @@ def _free_aborting_row(state: State, engine: EngineRecord, request: RequestId) -
 
 def _end_request(state: State, engine: EngineRecord, request: RequestId) -> GroupRecord:
     """Free the row of a finished or failed request; returns its group."""
+    _release_rows(state, engine, request)
+    return _remove_request(state, request)
+
+
+def _release_rows(state: State, engine: EngineRecord, request: RequestId) -> None:
     if state.release(request, engine) in engine.rows_by_version:
         state.mark_rows_dirty(engine)
     else:
         state.mark_dirty(engine)
-    return _remove_request(state, request)
 
 
 def _end_held_out_request(

@@ -94,11 +94,12 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """An engine has rejected a request and freed its row."""
+    """A request has failed, and its engine has freed its row."""
 
     engine: int
     request: RequestId
     reason: str
+    cause: str = "engine"  # or "environment", which may also be an agent outside
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ class RequestRecord:
     engine: int | None = None
     num_tokens: int = 0  # as last reported
     migration_failed_s: float = 0.0  # time of its last failed migration; 0: none
+    num_retries: int = 0  # after failures of its environment
 
 
 class MigrationRecord(NamedTuple):
@@ -227,6 +228,7 @@ class State(Indexes):
     num_trained: int = 0
     num_filtered: int = 0
     num_failed: int = 0
+    num_retries: int = 0  # of requests
     num_regenerated_tokens: int = 0
     num_aborted_tokens: int = 0
     is_stopped: bool = False
@@ -294,10 +296,13 @@ class State(Indexes):
     def restart_requests(self, engine: EngineRecord) -> None:
         """Let the requests of a lost engine start again on their version, before all that wait for it."""
         for request_id in reversed(engine.requests):
-            request = self.requests[request_id]
-            self.num_regenerated_tokens += request.num_tokens
-            request.engine, request.num_tokens = None, 0
-            self.enqueue_first(request_id, request.version)
+            self.restart_request(self.requests[request_id])
+
+    def restart_request(self, request: RequestRecord) -> None:
+        """Let a request that no engine runs any more start again on its version, before all that wait."""
+        self.num_regenerated_tokens += request.num_tokens
+        request.engine, request.num_tokens = None, 0
+        self.enqueue_first(request.id, request.version)
 
     def mark_dirty(self, engine: EngineRecord) -> None:
         """Reindex an engine that has changed, so that the rules examine it."""

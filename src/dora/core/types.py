@@ -139,6 +139,7 @@ class Limits:
     weight_sync_interval: int = 1  # engines load every n-th version, unless the bound requires more
     defers_loads: bool = False  # engines load in turn, each once it has a free row
     skip_below_kl: float | None = None  # skip a version closer than this (nats per token); None: never
+    max_retries: int = 0  # of a request whose environment fails, before its group fails
     num_queued: int = 0  # requests that an engine gets beyond its rows: it starts them as rows become free
     is_static: bool = False  # no migrations, no repartition
     breaks_c1: bool = False  # running requests continue on the version that their engine loads
@@ -155,6 +156,7 @@ class Limits:
         minimums = {
             "max_staleness": 0,
             "slack": 0,
+            "max_retries": 0,
             "num_queued": 0,
             "weight_sync_interval": 1,
             "max_migrations": 1,

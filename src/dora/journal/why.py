@@ -221,9 +221,10 @@ class _RequestReader:
                 self._is_finished = True
                 length = plural(num_tokens, "token")
                 return f"finished on engine {engine}: {length}, {reason}{self._describe_segments(chunks)}"
-            case RequestFailed(engine, _, reason):
+            case RequestFailed(engine, _, reason, cause):
                 self._is_ended |= self.request.is_held_out
-                return f"rejected by engine {engine}: {reason}"
+                who = f"rejected by engine {engine}" if cause == "engine" else f"failed on engine {engine}"
+                return f"{who}: {reason}"
             case Abort(engine):
                 return f"abort requested on engine {engine}: its group has failed"
             case RequestsAborted(engine):

@@ -158,7 +158,7 @@ def summary_table(run: Path) -> Table:
         ("tokens trained", f"{s['trained_tokens']:,}, {s['tokens_per_s']:,.0f} per second"),
         (
             "tokens recomputed",
-            f"{s['regenerated_tokens']:,} regenerated after an engine was lost, "
+            f"{s['regenerated_tokens']:,} regenerated after losses and failures, "
             f"{s['reprefill_tokens']:,} re-prefilled",
         ),
         ("requests migrated", _migrations(s)),

@@ -59,6 +59,7 @@ def _groups(metrics: RunMetrics, state: State) -> dict[str, Any]:
         "trained_samples": metrics.staleness.total(),
         "filtered_groups": state.num_filtered,
         "failed_groups": state.num_failed,
+        "retried_requests": state.num_retries,
         "pending_groups": state.num_admitted - num_finished,
     }
 

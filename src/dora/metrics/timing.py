@@ -102,6 +102,7 @@ class StepTiming:
             "groups/num_admitted": state.num_admitted,
             "groups/num_filtered": state.num_filtered,
             "groups/num_failed": state.num_failed,
+            "rollout/num_retries": state.num_retries,
             "groups/num_ready": num_ready,
         }
 

@@ -330,6 +330,7 @@ class RunSetup:
             weight_sync_interval=rules.weight_sync_interval,
             defers_loads=config.weights.load == "deferred",
             skip_below_kl=config.weights.skip_below_kl,
+            max_retries=config.env.max_retries,
             num_queued=config.num_queued,
             is_static=config.has_static_placement,
             breaks_c1=config.breaks_c1,

@@ -53,6 +53,7 @@ class SampleBook:
         self.rewards: dict[GroupId, tuple[float, ...]] = {}  # of scored, untrained groups
         self.task_rewards: dict[GroupId, TaskRewards] = {}  # their terms, if there are several reward tasks
         self.episode_rewards: dict[RequestId, float] = {}  # of episodes whose group is not scored
+        self.failed_episodes: set[RequestId] = set()  # whose engine does not know it yet
         self.step_metrics: list[tuple[int, dict[str, float]]] = []  # from the trainer, not yet consumed
         self.engine_usage: dict[int, EngineUsage] = {}  # engine -> as last reported
         self.num_recomputed: dict[int, int] = {}  # engine -> tokens, as last reported
@@ -87,10 +88,13 @@ class SampleBook:
         """
         if request.is_held_out:
             self.discard_group(request.group, f"failed: {reason}")
-        return RequestFailed(engine, request, reason)
+        is_engine = request not in self.failed_episodes
+        self.failed_episodes.discard(request)
+        return RequestFailed(engine, request, reason, "engine" if is_engine else "environment")
 
     def _finish_request(self, engine: int, completion: Completion) -> Event:
         request, group = completion.id, completion.id.group
+        self.failed_episodes.discard(request)
         is_discarded = group in self._discarded
         if group.is_held_out and not is_discarded:
             self._held_out.setdefault(group, {})[request.sibling] = completion.token_ids

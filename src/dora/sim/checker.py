@@ -85,6 +85,7 @@ class Checker:
         self.pins: Counter[int] = Counter()  # version -> unfinished requests
         self.num_live: Counter[int] = Counter()  # version -> groups admitted, not filtered or failed
         self.inflight_updates = InflightUpdateChecker(limits, self.fleet, self.pins)
+        self._num_failures: Counter[RequestId] = Counter()  # of its environment
         # The bound
         self.open_groups: set[GroupId] = set()  # groups admitted, and neither committed nor ended
         self.num_open: Counter[int] = Counter()  # deadline -> open groups
@@ -148,9 +149,14 @@ class Checker:
             self.inflight_updates.end(request, event.version)
 
     def _on_failed(self, event: RequestFailed) -> None:
-        self.fleet.release(event.engine, event.request)
-        if event.request.is_held_out:
-            self._end_held_out(event.request, is_failed=True)
+        request, is_aborting = event.request, event.request in self.fleet.aborting
+        self.fleet.release(event.engine, request)
+        if request.is_held_out:
+            self._end_held_out(request, is_failed=True)
+        elif event.cause == "environment" and not is_aborting:
+            self._num_failures[request] += 1
+            if self._num_failures[request] <= self.limits.max_retries:
+                self.fleet.started.discard(request)  # it may be generated again
 
     def _end_held_out(self, request: RequestId, *, is_failed: bool) -> None:
         self.evaluation.end(request, is_failed=is_failed)

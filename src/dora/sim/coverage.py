@@ -35,6 +35,7 @@ from dora.core.events import (
     Migrated,
     MigrationFailed,
     ProgressReported,
+    RequestFailed,
     RequestFinished,
     Resumed,
     Trained,
@@ -71,6 +72,7 @@ MARKS = (
     "evaluation: started",
     "evaluation: waits for its version after a crash of the run",
     "generate: a row is still used by an aborted request",
+    "generate: again after a failure",
     "generate: again after a loss",
     "generate: siblings on two engines",
     "generate: two versions on an engine",
@@ -134,6 +136,7 @@ class CoverageMarks:
         self._last_event: Event | None = None
         self._migrated: set[object] = set()
         self._lost: set[object] = set()  # requests
+        self._failed: set[object] = set()  # requests
         self._bound = checker.limits.max_staleness  # at the last admission
         self._newest_load: dict[int, int] = {}  # engine -> newest version that it was to load
         self._event_handlers: dict[type, Callable[[Any], None]] = {
@@ -145,6 +148,7 @@ class CoverageMarks:
             MigrationFailed: self._on_migration_failed,
             ProgressReported: self._on_progress,
             RequestFinished: self._on_finished,
+            RequestFailed: lambda event: self._failed.add(event.request),
             Resumed: self._on_resumed,
             Trained: self._on_trained,
             TrainerLost: self._on_trainer_lost,
@@ -300,6 +304,8 @@ class CoverageMarks:
             self._mark("generate: a row is still used by an aborted request")
         if not self._lost.isdisjoint(action.requests):
             self._mark("generate: again after a loss")
+        if not self._failed.isdisjoint(action.requests):
+            self._mark("generate: again after a failure")
         first = action.requests[0]
         if first.is_held_out:
             return self._generate_held_out(action)

@@ -134,7 +134,7 @@ def _draw_all_limits(seed: int, rng: Random, num_engines: int, unit_s: float) ->
     limits = _draw_evaluation(Random(f"evaluation {seed}"), limits)
     limits = _draw_loading(Random(f"loading {seed}"), limits)
     limits = _draw_inflight_updates(Random(f"renewal {seed}"), limits)
-    limits = replace(limits, num_queued=Random(f"queued {seed}").choice((0, 0, 1, 2)))
+    limits = replace(limits, num_queued=Random(f"queued {seed}").choice((0, 0, 1, 2)), max_retries=seed % 3)
     return _draw_ablations(seed, limits)
 
 

@@ -327,7 +327,8 @@ class SimRollout:
             self._world.schedule(request.report_after_s - self._world.now, self._refuse, request)
             return None
         self._release(request)
-        return RequestFailed(request.engine.id, request.id, "refused by the simulated engine")
+        cause = "environment" if request.length % 2 else "engine"
+        return RequestFailed(request.engine.id, request.id, "failed in the simulation", cause)
 
     def _release(self, request: SimRequest, reason: str = "the request finished first") -> None:
         """Free the row; a running migration of the request has failed."""

@@ -388,6 +388,7 @@ class Episodes:
     def _fail(self, episode: _Episode, reason: str) -> None:
         """Fail the request on its engine; if that is lost, the episode restarts instead."""
         request = episode.id.request
+        self._sample_book.failed_episodes.add(request)
         if episode.request is not None:
             self._send(episode, m.FailRequest(request, reason))
         elif episode.engine in self._engine_pool.workers:
