@@ -99,6 +99,8 @@ def test_unfinished_outputs_continue_from_their_last_durable_token(
                     first.setdefault(tuple(request), num_tokens)
     kept = {request: num for request, num in parts.items() if tuple(request) in first}
     assert kept
+    (resumed,) = (line for line in journal(resumable.out) if line["kind"] == "resumed")
+    assert {tuple(request): num for request, num in resumed["kept_tokens"]}.items() >= kept.items()
     assert all(first[tuple(request)] >= num for request, num in kept.items())
     undisturbed = ResumableRun(task, resumable.out.with_name("undisturbed"))
     assert undisturbed.start(**one).end().code == 0

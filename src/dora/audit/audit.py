@@ -43,6 +43,9 @@ class AuditCounts:
     files: int  # that have the digest in the journal
     samples: int
     prefilled_tokens: int = 0  # recomputed because their request migrated without KV
+    losses: int = 0  # of an engine, or of the whole run
+    kept_tokens: int = 0  # of the requests that lost their engine, which continued after them
+    lost_tokens: int = 0  # of these requests, reported and generated again
     branches: int = 0  # of episodes whose history was changed
     segmented: int | None = None  # trajectories of several versions; None: the policy promises C1
 
@@ -130,6 +133,9 @@ def check(run: Path) -> AuditResult:
         files=files.num_files,
         samples=stored.num_samples,
         prefilled_tokens=versions.num_prefilled,
+        losses=versions.num_losses,
+        kept_tokens=versions.num_kept_tokens,
+        lost_tokens=versions.num_lost_tokens,
         branches=stored.num_branches,
         segmented=versions.num_segmented if journal.limits.breaks_c1 else None,
     )
@@ -172,6 +178,11 @@ def describe(counts: AuditCounts) -> dict[str, str]:
         sampled = f"{counts.segmented:,} of them from several versions, as the update policy allows"
     if counts.prefilled_tokens:
         sampled += f", {plural(counts.prefilled_tokens, 'token')} re-prefilled in migrations"
+    if counts.losses:
+        sampled += (
+            f"; engines were lost {plural(counts.losses, 'time')}: {plural(counts.kept_tokens, 'token')} of "
+            f"their requests kept, {counts.lost_tokens:,} lost"
+        )
     if counts.branches:
         sampled += f", branches of changed histories: {counts.branches:,}"
     responses, versions = plural(counts.trajectories, "response"), plural(counts.versions, "version")

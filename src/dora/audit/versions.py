@@ -6,7 +6,7 @@ The check follows each version's digest from its publication into the engines, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from dora.core.actions import Action, Admit, Drop, Generate, Migrate, StartEvaluation
 from dora.core.events import (
@@ -18,6 +18,7 @@ from dora.core.events import (
     Loaded,
     Migrated,
     MigrationFailed,
+    ProgressReported,
     Published,
     RequestFailed,
     RequestFinished,
@@ -38,6 +39,9 @@ class VersionAudit:
         self.notes: list[str] = []  # about versions that were trained again and have other weights
         self.num_trajectories = 0
         self.num_segmented = 0  # trajectories that several versions sampled
+        self.num_losses = 0  # of an engine, or of the whole run
+        self.num_kept_tokens = self.num_lost_tokens = 0  # of the requests that lost their engine
+        self._num_tokens: dict[RequestId, int] = {}  # of unfinished responses, as last reported
         self.num_prefilled = 0  # tokens recomputed because their request migrated without KV
         self.versions: set[int] = set()  # that sampled trajectories
         self.held: dict[int, set[int]] = {}  # engine -> versions
@@ -77,7 +81,8 @@ class VersionAudit:
                 held.discard(version)
             case EngineJoined():
                 self._on_joined(record)
-            case EngineLost(engine):
+            case EngineLost(engine, _, kept_tokens):
+                self._count_tokens([r for r, e in self.owners.items() if e == engine], dict(kept_tokens))
                 self._close_engine(engine)
                 self._lost.add(engine)
                 self.owners = {r: e for r, e in self.owners.items() if e != engine}
@@ -85,8 +90,11 @@ class VersionAudit:
                 self._close_engine(engine)
                 owned = [str(r) for r, e in sorted(self.owners.items()) if e == engine]
                 self._check(not owned, f"engine {engine} was removed with the requests {', '.join(owned)}")
+            case ProgressReported(_, lengths):
+                self._num_tokens.update(lengths)
             case RequestFailed(_, request):
                 self.owners.pop(request, None)
+                self._num_tokens.pop(request, None)
             case RequestsAborted(_, requests):
                 for request in requests:
                     self.owners.pop(request, None)
@@ -164,8 +172,17 @@ class VersionAudit:
             )
         self._latest_digest[version] = digest
 
+    def _count_tokens(self, requests: Iterable[RequestId], kept_tokens: Mapping[RequestId, int]) -> None:
+        """Requests have lost their engine: count the tokens that they keep, and those reported beyond."""
+        self.num_losses += 1
+        for request in requests:
+            num_kept, num_tokens = kept_tokens.get(request, 0), self._num_tokens.pop(request, 0)
+            self.num_kept_tokens += num_kept
+            self.num_lost_tokens += max(0, num_tokens - num_kept)
+
     def _on_resumed(self, event: Resumed) -> None:
         """All engines are new; the versions that were kept must be those that were published."""
+        self._count_tokens(self.owners, dict(event.kept_tokens))
         self.held.clear()
         self._ever_held.clear()
         self._lost.clear()

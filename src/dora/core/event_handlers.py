@@ -80,7 +80,7 @@ def _on_engine_lost(state: State, event: EngineLost) -> list[Action]:
     migrating = [r for r, m in state.migrations.items() if event.engine in (m.source, m.destination)]
     require(not migrating, event, "the engine's migrations must have ended before", migrating)
     state.remove_engine(engine)
-    state.restart_requests(engine)
+    state.restart_requests(engine, dict(event.kept_tokens))
     state.is_rebalance_due = True
     return _cancel_drains_if_all_drain(state)
 

@@ -27,10 +27,14 @@ class EngineJoined:
 
 @dataclass(frozen=True, slots=True)
 class EngineLost:
-    """An engine has crashed or timed out; its versions and requests are lost."""
+    """An engine has crashed or timed out; its versions are lost, and its requests start again.
+
+    `kept_tokens` are numbers of tokens of their responses that are durable: they continue after these.
+    """
 
     engine: int
     reason: str
+    kept_tokens: tuple[tuple[RequestId, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +249,8 @@ class Resumed:
 
     `kept_versions` (version, digest) are older than the checkpoint and still in the weight store. Later steps
     are void; `redone` are their batches, in order. From here on the run has `num_steps` steps, if that is
-    set, and the learning rate of the steps that were never trained decays by `lr_decay`.
+    set, and the learning rate of the steps that were never trained decays by `lr_decay`. `kept_tokens` as in
+    `EngineLost`.
     """
 
     from_step: int
@@ -253,6 +258,7 @@ class Resumed:
     redone: tuple[tuple[BatchMember, ...], ...]
     num_steps: int | None = None  # more than before; None: as before
     lr_decay: str | None = None  # set with `num_steps`; of no effect on actions
+    kept_tokens: tuple[tuple[RequestId, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

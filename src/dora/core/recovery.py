@@ -6,13 +6,14 @@ bound needs no extra rule.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from dora.core.actions import Action, Publish, ReportDigest, Score
 from dora.core.events import DigestReported, Resumed, TrainerLost, TrainerReplaced
 from dora.core.staleness import Divergence
 from dora.core.state import GroupRecord, State
-from dora.core.types import require
+from dora.core.types import RequestId, require
 
 
 def on_trainer_lost(state: State, event: TrainerLost) -> list[Action]:
@@ -69,7 +70,7 @@ def on_resumed(state: State, event: Resumed) -> list[Action]:
     if event.num_steps is not None:
         state.limits = replace(state.limits, num_steps=event.num_steps)
         state.admissible_cache.clear()
-    _lose_engines(state)
+    _lose_engines(state, dict(event.kept_tokens))
     _restore_batches(state, event)
     state.divergence = Divergence()  # measured again in the repeated steps
     state.redo_until_version = max(state.redo_until_version, state.newest_published or 0)
@@ -101,12 +102,12 @@ def _check_resumable(state: State, event: Resumed, kept: dict[int, str]) -> None
     require(not wrong, event, "kept versions must precede the checkpoint and keep their digest", wrong)
 
 
-def _lose_engines(state: State) -> None:
+def _lose_engines(state: State, kept_tokens: Mapping[RequestId, int]) -> None:
     """Remove all engines; their requests are queued before those that waited already."""
     state.migrations.clear()
     for engine in [state.engines[number] for number in sorted(state.engines, reverse=True)]:
         state.remove_engine(engine)
-        state.restart_requests(engine)
+        state.restart_requests(engine, kept_tokens)
 
 
 def _restore_batches(state: State, event: Resumed) -> None:

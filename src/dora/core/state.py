@@ -6,6 +6,7 @@ Code that changes an engine calls `State.mark_dirty`, which keeps the indexes cu
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -230,6 +231,7 @@ class State(Indexes):
     num_failed: int = 0
     num_retries: int = 0  # of requests
     num_regenerated_tokens: int = 0
+    num_kept_tokens: int = 0  # of requests of lost engines
     num_aborted_tokens: int = 0
     is_stopped: bool = False
 
@@ -293,14 +295,18 @@ class State(Indexes):
         ):  # fmt: skip
             engines.pop(engine.id, None)
 
-    def restart_requests(self, engine: EngineRecord) -> None:
+    def restart_requests(self, engine: EngineRecord, kept_tokens: Mapping[RequestId, int]) -> None:
         """Let the requests of a lost engine start again on their version, before all that wait for it."""
         for request_id in reversed(engine.requests):
-            self.restart_request(self.requests[request_id])
+            self.restart_request(self.requests[request_id], kept_tokens.get(request_id, 0))
 
-    def restart_request(self, request: RequestRecord) -> None:
-        """Let a request that no engine runs any more start again on its version, before all that wait."""
-        self.num_regenerated_tokens += request.num_tokens
+    def restart_request(self, request: RequestRecord, num_kept: int = 0) -> None:
+        """Let a request that no engine runs any more start again on its version, before all that wait.
+
+        It generates again what was reported beyond the first `num_kept` tokens.
+        """
+        self.num_kept_tokens += num_kept
+        self.num_regenerated_tokens += max(0, request.num_tokens - num_kept)
         request.engine, request.num_tokens = None, 0
         self.enqueue_first(request.id, request.version)
 

@@ -81,6 +81,7 @@ def _tokens(metrics: RunMetrics, state: State) -> dict[str, Any]:
     return {
         "trained_tokens": metrics.trained_tokens,
         "regenerated_tokens": state.num_regenerated_tokens,
+        "kept_tokens": state.num_kept_tokens,
         "aborted_tokens": state.num_aborted_tokens,
         "reprefill_tokens": num_reprefilled,
         "breaks_c1": state.limits.breaks_c1,

@@ -57,7 +57,6 @@ from dora.runtime.rollout.agent_sessions import AgentSessions
 from dora.runtime.rollout.engine_pool import ElasticEngines, EnginePool
 from dora.runtime.rollout.env_pool import EnvPool
 from dora.runtime.rollout.episodes import EpisodeRunner, Episodes
-from dora.runtime.rollout.partial_outputs import FILE_NAME, PartialOutputs
 from dora.runtime.rollout.prompts import PromptSource
 from dora.runtime.run_dir import SAMPLES
 from dora.runtime.run_setup import RunSetup
@@ -148,15 +147,12 @@ class ProcessExecutor:
         self.is_paused = False  # no event is delivered, so no action follows
         self.rewards = RewardManager(tasks, self._stream, self._supervisor, self._report_score, notice)
         self.episode_runner = _make_episode_runner(setup, self._supervisor, notice)
-        unfinished = previous.orchestrator.snapshot().requests if previous else ()
-        self._partial_outputs = PartialOutputs(setup.out / FILE_NAME, unfinished)
         self.episodes = Episodes(
             setup,
             self.episode_runner,
             self.engine_pool,
             self.events,
             self.sample_book,
-            self._partial_outputs,
         )
         self.engine_pool.on_engine_message = self.episodes.on_engine_message
 
@@ -391,7 +387,7 @@ class ProcessExecutor:
         """End every worker and remove the versions from memory."""
         self.rewards.close()
         self._supervisor.close()
-        self._partial_outputs.close()
+        self.sample_book.partial_outputs.close()
         self.samples.subscribe(None)
         self._stream.close()
         self._launcher.close()

@@ -26,6 +26,7 @@ from dora.core.types import GroupId, RequestId
 from dora.engine.request import Completion
 from dora.metrics.rollout import EngineUsage
 from dora.runtime.process import messages as m
+from dora.runtime.rollout.partial_outputs import FILE_NAME, PartialOutputs
 from dora.runtime.run_setup import RunSetup
 from dora.stream.sample_db import AnswerSource, FinishedSample, SampleStore, TokenIds, Trajectory
 from dora.trainer.advantage import invalid_rewards_reason
@@ -53,6 +54,7 @@ class SampleBook:
         self.rewards: dict[GroupId, tuple[float, ...]] = {}  # of scored, untrained groups
         self.task_rewards: dict[GroupId, TaskRewards] = {}  # their terms, if there are several reward tasks
         self.episode_rewards: dict[RequestId, float] = {}  # of episodes whose group is not scored
+        self.partial_outputs = PartialOutputs(setup.out / FILE_NAME)
         self.failed_episodes: set[RequestId] = set()  # whose engine does not know it yet
         self.step_metrics: list[tuple[int, dict[str, float]]] = []  # from the trainer, not yet consumed
         self.engine_usage: dict[int, EngineUsage] = {}  # engine -> as last reported

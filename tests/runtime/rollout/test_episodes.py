@@ -41,7 +41,6 @@ from dora.runtime.rollout.episodes import (
     EpisodeStarted,
     PolicyTurn,
 )
-from dora.runtime.rollout.partial_outputs import FILE_NAME, PartialOutputs
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
 from dora.stream.sample_db import SampleStore
@@ -113,7 +112,6 @@ class Driver:
             engine_pool,
             self.events,
             self.sample_book,
-            PartialOutputs(self.setup.out / FILE_NAME),
         )
 
     def start(self, *requests: RequestId, engine: int = 0) -> None:
@@ -295,8 +293,9 @@ def test_a_failed_episode_fails_at_once_or_after_the_turn_in_progress(driver: Dr
     assert driver.engines.sent[1:] == [(1, m.FailRequest(SECOND, "its process exited"))]
     assert len(driver.runner.turns) == 1
     rejected = m.RequestsRejected({SECOND: "its process exited"})
+    failed = RequestFailed(1, SECOND, "its process exited", "environment")
     driver.episodes.on_engine_message(1, rejected)
-    assert [*driver.sample_book.events_from(1, rejected)] == [RequestFailed(1, SECOND, "its process exited")]
+    assert [*driver.sample_book.events_from(1, rejected)] == [failed]
     assert driver.runner.released == [driver.runner.started[SECOND]]
     driver.episodes.discard_group(GROUP)
     assert len(driver.runner.released) == 2
@@ -317,7 +316,7 @@ def test_the_episodes_of_a_lost_engine_end_at_once(driver: Driver) -> None:
 def test_an_episode_that_cannot_start_fails_at_once(driver: Driver) -> None:
     driver.episodes.generate(Generate(1, 7, (FIRST,)))
     driver.reply(EpisodeFailed(driver.runner.started[FIRST], "reset raised KeyError"))
-    assert [*driver.events] == [RequestFailed(1, FIRST, "reset raised KeyError")]
+    assert [*driver.events] == [RequestFailed(1, FIRST, "reset raised KeyError", "environment")]
     assert driver.engines.sent == []
     assert driver.runner.released == [driver.runner.started[FIRST]]
 

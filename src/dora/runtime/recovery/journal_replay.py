@@ -222,9 +222,12 @@ class _JournalReplay:
         num_trained = state.num_trained // state.limits.batch_size
         redone = tuple(self._batches[k] for k in range(step, num_trained))
         num_steps = self._config.run.steps
+        running = [id for id, request in state.requests.items() if request.engine is not None]
+        self.sample_book.partial_outputs.read(state.requests)
+        resumed = Resumed(step, kept, redone, kept_tokens=self.sample_book.partial_outputs.lengths(running))
         if num_steps == state.limits.num_steps:
-            return Resumed(step, kept, redone)
-        return Resumed(step, kept, redone, num_steps, self._config.trainer.lr_decay)
+            return resumed
+        return replace(resumed, num_steps=num_steps, lr_decay=self._config.trainer.lr_decay)
 
     def _keep_batch(self, event: Event | None) -> None:
         """Keep the batch of a trained step before the orchestrator forgets it; a redone step has none."""

@@ -256,7 +256,7 @@ class EnginePool:
         engine = self._engines[slot]
         del self.workers[engine]
         self.ready.discard(engine)
-        self._sample_book.progress.pop(engine, None)
+        unfinished = self._sample_book.progress.pop(engine, {})
         if loss.is_drained:
             self._supervisor.remove(slot)
             self.end_states[engine] = REMOVED
@@ -275,7 +275,8 @@ class EnginePool:
                 f"engine {engine} lost ({short_reason}): its requests restart on other engines"
                 f"{self._describe_restart(slot, loss)}"
             )
-            self._pending_ends[engine] = EngineLost(engine, reason)
+            kept_tokens = self._sample_book.partial_outputs.lengths(unfinished)
+            self._pending_ends[engine] = EngineLost(engine, reason, kept_tokens)
         self.migrations.on_engine_lost(engine)
         self._report_ends()
 

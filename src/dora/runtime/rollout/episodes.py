@@ -35,7 +35,6 @@ from dora.engine.request import Completion, Request
 from dora.errors import RunError
 from dora.runtime.process import messages as m
 from dora.runtime.rollout.engine_pool import EnginePool
-from dora.runtime.rollout.partial_outputs import PartialOutputs
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
 
@@ -188,10 +187,9 @@ class Episodes:
         engine_pool: EnginePool,
         events: deque[Event],
         sample_book: SampleBook,
-        partial_outputs: PartialOutputs,
     ) -> None:
         self._setup, self._engine_pool, self._events = setup, engine_pool, events
-        self._sample_book, self._partial_outputs = sample_book, partial_outputs
+        self._sample_book, self._partial_outputs = sample_book, sample_book.partial_outputs
         self.runner = runner
         self._episodes: dict[RequestId, _Episode] = {}
         self._aborted_while_migrating: set[RequestId] = set()  # until they are aborted on their new engine

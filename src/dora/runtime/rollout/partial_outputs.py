@@ -31,19 +31,18 @@ _TOKEN_BYTES = 4 * (1 + NUM_LOGPROBS)
 class PartialOutputs:
     """Outputs by request, in memory and in a file."""
 
-    def __init__(self, path: Path, unfinished: Collection[RequestId] = ()) -> None:
-        """Keep what the file has of these requests, which are those of a resumed run."""
+    def __init__(self, path: Path) -> None:
+        """Nothing is written before the first tokens."""
         self._path = path
         self._parts: dict[RequestId, OutputPart] = {}
-        if unfinished and path.exists():
-            for part in _read(path.read_bytes()):
+        self._file: int | None = None
+
+    def read(self, unfinished: Collection[RequestId]) -> None:
+        """Keep what the file has of these requests, which are those of a resumed run."""
+        if unfinished and self._path.exists():
+            for part in _read(self._path.read_bytes()):
                 if part.request in unfinished:
                     self._merge(part)
-        self._file: int | None = None  # None: there is no file before the first tokens
-        if self._parts:
-            self._rewrite()
-        else:
-            path.unlink(missing_ok=True)
 
     def add(self, parts: Iterable[OutputPart]) -> None:
         """Keep new tokens of an engine's requests, in one write."""
@@ -62,6 +61,11 @@ class PartialOutputs:
     def forget(self, request: RequestId) -> None:
         """Drop a request that has finished, failed or was aborted."""
         self._parts.pop(request, None)
+
+    def lengths(self, requests: Iterable[RequestId]) -> tuple[tuple[RequestId, int], ...]:
+        """How many tokens of the requests are kept, without those that have none."""
+        found = ((request, self._parts[request]) for request in requests if request in self._parts)
+        return tuple((request, len(part.token_ids)) for request, part in found)
 
     def of(self, requests: Sequence[Request]) -> dict[RequestId, PartialOutput]:
         """What the requests can continue; the engine compares the digest with that of its weights."""
