@@ -292,7 +292,8 @@ def test_a_long_copy_renews_its_lease_with_every_block(
     cluster: EngineCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each poll copies one block, and polls are less than a lease apart."""
-    monkeypatch.setattr(transfer, "_BYTES_PER_POLL", 1)
+    for name in ("_BYTES_PER_POLL", "_BYTES_PER_DEVICE_POLL"):
+        monkeypatch.setattr(transfer, name, 1)
     migration_id = advance(cluster, STEPS.index("start export") + 1)
     began_s = cluster.now_s
     while (reply := cluster.reply_of("b", migration_id)) is None:

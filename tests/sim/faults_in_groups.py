@@ -23,8 +23,8 @@ from dora.core import (
 )
 from dora.core.actions import Action, Admit, Filter, Publish, Score, Train
 from dora.core.bound import bound_holds, num_admissible
-from dora.core.events import Event, Published, RequestFinished, StepFailed
-from dora.core.state import GroupRecord, State
+from dora.core.events import Event, Published, RequestFailed, RequestFinished, StepFailed
+from dora.core.state import GroupRecord, RequestRecord, State
 from dora.core.types import Limits
 
 Bound = Callable[[Counter[int], int, int, Limits], bool]
@@ -231,7 +231,30 @@ def snapshot_without(name: str, value: Any) -> Fault:
     return forget
 
 
+def a_request_is_retried_without_end(patch: pytest.MonkeyPatch) -> None:
+    def is_transient(state: State, event: RequestFailed) -> bool:
+        return event.cause == "environment" and event.request not in state.migrations
+
+    patch.setattr(event_handlers, "_may_retry", is_transient)
+
+
+def a_retried_request_changes_its_version(patch: pytest.MonkeyPatch) -> None:
+    restart = State.restart_request
+
+    def on_the_newest(state: State, request: RequestRecord, num_kept: int = 0) -> None:
+        newest = max(state.stored_versions)
+        if state.num_unfinished[newest]:
+            state.unpin(request.version)
+            state.pin(newest, 1)
+            request.version = newest
+        restart(state, request, num_kept)
+
+    patch.setattr(State, "restart_request", on_the_newest)
+
+
 FAULTS: list[tuple[Fault, str]] = [
+    (a_request_is_retried_without_end, "and its engine was not lost"),
+    (a_retried_request_changes_its_version, "C1"),
     (there_is_no_bound, "C3"),
     (the_bound_ignores_past_deadlines, "C3"),
     (the_bound_ignores_committed_groups, "C3"),

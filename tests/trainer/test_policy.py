@@ -77,7 +77,7 @@ def test_packed_siblings_have_the_log_probs_and_gradients_that_each_has_alone(na
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile looks at it
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated")  # and makes an autograd.Function
-@pytest.mark.parametrize(("name", "saves"), [("qwen3", False), ("qwen3", True), ("qwen3_moe-mixed", True)])
+@pytest.mark.parametrize(("name", "saves"), [("qwen3", True), ("qwen3_moe-mixed", False)])
 def test_a_compiled_model_has_the_same_gradient(
     name: str, saves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +94,7 @@ def test_a_compiled_model_has_the_same_gradient(
     monkeypatch.setattr(policy_module, "compiled", device_module.compiled)
     monkeypatch.setattr(policy_module, "varlen_attention", lambda query: traceable_attention)
     config = CONFIGS[name]
-    parts = [random_groups(num_groups=num) for num in (2, 3, 4, 5)]
+    parts = [random_groups(num_groups=num) for num in (2, 3, 4)]
     found = logprobs_and_gradient(config, parts, activation_checkpointing=saves, torch_compile=True)
     assert len(graphs) <= 8, "some for each new kind of batch, none for each layer or batch"
     for one, other in zip(found, logprobs_and_gradient(config, parts), strict=True):
