@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from dora.cli.main import main
+import typer
+
+from dora.cli.main import app, main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/**/*.md"))]
@@ -61,6 +65,16 @@ def commands() -> list[tuple[Block, str]]:
         lines = block.text.replace("\\\n", " ").splitlines()
         found += [(block, line.strip()) for line in lines if line.strip()]
     return found
+
+
+def parse(line: str) -> tuple[str, dict[str, Any]]:
+    """The command of a `dora` line and its options; an unknown one is an error."""
+    command: Any = typer.main.get_command(app)
+    _, *rest = shlex.split(line, comments=True)
+    name = rest[0]
+    while hasattr(command, "commands"):
+        command, rest = command.commands[rest[0]], rest[1:]
+    return name, command.make_context(name, rest).params
 
 
 def run(block: Block, names: dict[str, object]) -> dict[str, object]:

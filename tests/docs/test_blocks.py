@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from tests.docs.blocks import BLOCKS, ROOT, Block, commands, dora, furnish, of_language, run
+from tests.docs.blocks import BLOCKS, ROOT, Block, commands, dora, furnish, of_language, parse, run
 
 from dora.cli.dry_run import dry_run
-from dora.cli.main import app
 from dora.config import load
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -92,16 +90,6 @@ def test_sql_queries_of_a_trace_run(block: Block) -> None:
         slices = [("v0 0/1/0", "requests", 0, 2e9), ("v1 0/2/0", "requests", 5, 1e9), ("v0", "loads", 0, 1)]
         db.executemany("insert into slice values (?, ?, ?, ?)", slices)
         assert db.execute(block.text).fetchall() == [("v0", 1, 2.0), ("v1", 1, 1.0)]
-
-
-def parse(line: str) -> tuple[str, dict[str, Any]]:
-    """The command of a `dora` line and its options; an unknown one is an error."""
-    command: Any = typer.main.get_command(app)
-    _, *rest = shlex.split(line, comments=True)
-    name = rest[0]
-    while hasattr(command, "commands"):
-        command, rest = command.commands[rest[0]], rest[1:]
-    return name, command.make_context(name, rest).params
 
 
 @pytest.mark.parametrize(("block", "line"), commands(), ids=lambda given: str(given))
