@@ -4,6 +4,8 @@
 # make test-sglang SGLANG_PYTHON=python   the same for SGLang
 # make test-agents   install agent frameworks in an environment of their own, and run their episodes
 # make test-loaders  install lm-eval and PEFT in an environment of their own, and load a checkpoint with them
+# make test-notebooks  install Optuna and Jupyter's kernel in an environment of their own, and run the notebook
+#   and the sweep of the examples
 # make dash   install, and look at the newest run, or at RUN=DIR
 # make docs   install what makes the site, and write it to build/site
 # PYTHON=python3.12 names the interpreter, TORCH_INDEX=URL the index torch is taken from,
@@ -16,6 +18,7 @@ CONSTRAINTS ?= constraints-cpu.txt
 AGENT_FRAMEWORKS := litellm==1.110.2 openai-agents==0.24.0 smolagents[openai]==1.26.0 mini-swe-agent==2.4.6 \
   verifiers==0.3.1
 LOADERS := lm-eval==0.4.13 peft==0.21.2 accelerate==1.15.0
+NOTEBOOKS := optuna==5.0.0 nbclient==0.11.0 ipykernel==7.4.0
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 BIN := $(VENV)/bin
@@ -25,7 +28,7 @@ export OMP_NUM_THREADS := 1
 # Hundreds of processes import the same modules: compile each once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-agents test-loaders test-vllm test-sglang dash docs
+.PHONY: demo test test-agents test-loaders test-notebooks test-vllm test-sglang dash docs
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -43,6 +46,9 @@ test-agents: $(VENV)/.installed-dev $(VENV)-agents/.installed
 
 test-loaders: $(VENV)/.installed-dev $(VENV)-loaders/.installed
 	LOADERS_PYTHON=$(abspath $(VENV)-loaders)/bin/python $(BIN)/pytest -m loaders -rs
+
+test-notebooks: $(VENV)/.installed-dev $(VENV)-notebooks/.installed
+	NOTEBOOKS_PYTHON=$(abspath $(VENV)-notebooks)/bin/python $(BIN)/pytest -m notebooks -rs
 
 test-vllm: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/vllm_fleet.py --quick --vllm-python $(VLLM_PYTHON)
@@ -82,6 +88,13 @@ $(VENV)-agents/.installed: Makefile
 $(VENV)-loaders/.installed: Makefile $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)-loaders
 	$(VENV)-loaders/bin/python -m pip install --quiet -c $(CONSTRAINTS) $(LOADERS)
+	@touch $@
+
+# A notebook and a sweep import DORA-RL, and start runs with their own interpreter.
+$(VENV)-notebooks/.installed: pyproject.toml Makefile $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)-notebooks
+	$(if $(TORCH_INDEX),$(VENV)-notebooks/bin/python -m pip install --quiet -c $(CONSTRAINTS) --index-url $(TORCH_INDEX) torch)
+	$(VENV)-notebooks/bin/python -m pip install --quiet -c $(CONSTRAINTS) -e . $(NOTEBOOKS)
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.created pyproject.toml $(CONSTRAINTS)

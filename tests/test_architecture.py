@@ -140,6 +140,7 @@ KEPT_IN: dict[str, tuple[str, ...]] = {
     "transformers": ("dora.data.chat", "dora.rewards.classifier", "dora.model.transformers_model"),
     "datasets": ("dora.data.dataset",),
     "math_verify": ("dora.rewards.math_verify",),
+    "opentelemetry": ("dora.metrics.otel",),
     "typer": ("dora.cli",),
     "zmq": ("dora.curve", "dora.runtime.process.rpc", "dora.stream.transport"),
     "pydantic": ("dora.config", "dora.service"),

@@ -44,7 +44,7 @@ LoraTargets = Annotated[
     BeforeValidator(lambda given: [*get_args(LoraTarget)] if given == "all-linear" else given),
 ]
 Trackers = Annotated[
-    list[Literal["tensorboard", "wandb", "trackio"]],
+    list[Literal["tensorboard", "wandb", "trackio", "otel"]],
     BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
 ]
 
@@ -767,7 +767,11 @@ class MetricsSection(Section):
         description='Experiment trackers to report to, such as ["tensorboard"] (list of names). Each needs '
         "the extra of that name.",
     )
-    project: str = Field(default="dora", min_length=1, description="Project name in wandb and trackio.")
+    project: str = Field(
+        default="dora",
+        min_length=1,
+        description="Project name in wandb and trackio, service name in OpenTelemetry.",
+    )
     peak_tflops: float | None = Field(
         default=None,
         gt=0,

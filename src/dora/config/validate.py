@@ -726,9 +726,9 @@ def _unused_in_eval(config: Config) -> Reasons:
 
 
 def _unused_in_metrics(config: Config) -> Reasons:
-    if {"wandb", "trackio"} & {*config.metrics.report_to}:
+    if {"wandb", "trackio", "otel"} & {*config.metrics.report_to}:
         return {}
-    return {"project": "unless metrics.report_to names wandb or trackio"}
+    return {"project": "unless metrics.report_to names wandb, trackio or otel"}
 
 
 def _unused_in_runtime(config: Config) -> Reasons:

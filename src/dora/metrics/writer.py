@@ -1,4 +1,4 @@
-"""Write metrics.jsonl, and the same lines to TensorBoard, Weights & Biases or trackio.
+"""Write metrics.jsonl, and the same lines to TensorBoard, Weights & Biases, trackio or OpenTelemetry.
 
 metrics.jsonl never depends on the trackers: a tracker that fails is disabled with a notice, and the run
 continues. A resumed run appends to its file and continues its curves.
@@ -18,7 +18,12 @@ from dora.metrics.evaluation import VERSION_KEY, EvaluationResult
 
 METRICS_FILE = "metrics.jsonl"
 TRACKER_IDS_FILE = "trackers.json"  # in the run's folder: the ids of the run at hosted trackers
-LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+LIBRARIES = {
+    "tensorboard": "tensorboardX",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "otel": "opentelemetry.exporter.otlp.proto.http",
+}
 FLUSH_S = 1.0  # until TensorBoard's files have the latest values
 _ID_ATTRIBUTES = {"wandb": "id", "trackio": "name"}
 
@@ -123,7 +128,7 @@ class Trackers:
         self._notice = notice
         self._trackers: dict[str, Tracker] = {}
         for name in names:
-            kind = _TensorBoard if name == "tensorboard" else _HostedTracker
+            kind = _KINDS.get(name, _HostedTracker)
             try:
                 self._trackers[name] = kind(_import_library(name), out, project, config, from_step)
             except InputError:
@@ -207,18 +212,50 @@ class _HostedTracker:
     def __init__(
         self, library: Any, out: Path, project: str, config: Mapping[str, Any], from_step: int | None
     ) -> None:
-        name, path = library.__name__, out / TRACKER_IDS_FILE
-        ids: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
+        name, ids = library.__name__, _read_ids(out)
         settings: dict[str, Any] = {"project": project, "name": out.name, "config": dict(config)}
         if name == "wandb":
             settings["dir"] = str(out)
         if from_step is not None and name in ids:
             settings |= {_ID_ATTRIBUTES[name]: ids[name], "resume": "allow"}
         self._run = library.init(**settings)
-        path.write_text(json.dumps({**ids, name: getattr(self._run, _ID_ATTRIBUTES[name])}))
+        _write_ids(out, {**ids, name: getattr(self._run, _ID_ATTRIBUTES[name])})
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _start_spans(
+    library: Any, out: Path, project: str, config: Mapping[str, Any], from_step: int | None
+) -> Tracker:
+    """OpenTelemetry. A resumed run continues its trace; redone steps have a span in each process."""
+    from dora.metrics.otel import SpanTracker  # needs the extra
+
+    ids = _read_ids(out)
+    attributes = {
+        "run.name": out.name,
+        "run.steps": config["run"]["steps"],
+        "model.path": str(config["model"]["path"]),
+        "orchestrator.update_policy": config["orchestrator"]["update_policy"],
+    }
+    tracker = SpanTracker(project, attributes, ids.get("otel") if from_step is not None else None)
+    _write_ids(out, {"otel": tracker.id, **ids})
+    return tracker
+
+
+def _read_ids(out: Path) -> dict[str, str]:
+    path = out / TRACKER_IDS_FILE
+    return dict(json.loads(path.read_text())) if path.is_file() else {}
+
+
+def _write_ids(out: Path, ids: Mapping[str, str]) -> None:
+    (out / TRACKER_IDS_FILE).write_text(json.dumps(ids))
+
+
+_KINDS: dict[str, Callable[[Any, Path, str, Mapping[str, Any], int | None], Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "otel": _start_spans,
+}
