@@ -75,7 +75,9 @@ def test_a_run_with_agents_survives_the_loss_of_an_agent_and_an_engine(start_run
     async def run_agents() -> None:
         async with AsyncClient(address(run)) as client:
             agents = [asyncio.create_task(run_agent(client, results, number)) for number in range(4)]
-            await asyncio.to_thread(run.wait_until, lambda: "fail" in kinds(run), "the end of a lease")
+            await asyncio.to_thread(
+                run.wait_until, lambda: "request_failed" in kinds(run), "the end of a lease"
+            )
             run.workers()[0].kill()
             await asyncio.gather(*agents)
 
@@ -85,7 +87,9 @@ def test_a_run_with_agents_survives_the_loss_of_an_agent_and_an_engine(start_run
     assert "Traceback" not in ended.err
     found = summary(run.out)
     assert (found["c1"], found["c2"], found["c3"], found["engine_failures"]) == (True, True, True, 1)
-    assert "session expired" in {line["reason"] for line in journal(run.out) if line["kind"] == "fail"}
+    failed = [line for line in journal(run.out) if line["kind"] == "request_failed"]
+    assert ("session expired", "environment") in {(line["reason"], line["cause"]) for line in failed}
+    assert found["retried_requests"] >= 1
     assert results["rewarded"] >= 6 * 2 * 2
     assert results["branches"] > 0
     audited = audit.check(run.out)
