@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from dora.core.actions import Action, Admit, Drop, Generate, Migrate, StartEvaluation
+from dora.core.actions import Abort, Action, Admit, Drop, Generate, Migrate, StartEvaluation
 from dora.core.events import (
     DigestReported,
     EngineJoined,
@@ -98,6 +98,9 @@ class VersionAudit:
             case RequestsAborted(_, requests):
                 for request in requests:
                     self.owners.pop(request, None)
+            case Abort(_, requests):  # they will not be generated again
+                for request in requests:
+                    self._num_tokens.pop(request, None)
             case Published():
                 self._on_published(record)
             case DigestReported():
@@ -245,6 +248,7 @@ class VersionAudit:
         """The owner changes and the version stays, so the destination must hold the version."""
         name, version = f"request {event.request}", self._version_of(event.request.group)
         self._end_migration(event.request, event.source, event.destination)
+        self._num_tokens[event.request] = event.num_tokens
         owner = self.owners.get(event.request)
         self._check(
             owner == event.source, f"{name} migrated from engine {event.source}, its owner was engine {owner}"

@@ -231,6 +231,7 @@ def _on_request_finished(state: State, event: RequestFinished) -> list[Action]:
 
 
 def _on_request_failed(state: State, event: RequestFailed) -> list[Action]:
+    """The request starts again, or its group fails."""
     engine = _engine_of(state, event)
     if _free_aborting_row(state, engine, event.request):
         return []

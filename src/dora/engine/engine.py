@@ -346,7 +346,12 @@ class Engine:
         return {i: num for i, num in found.items() if not self._migrator.is_exported(i)}
 
     def partial_outputs(self) -> dict[RequestId, PartialOutput]:
-        """A copy of the output so far of each single-turn request that has any and is not exported."""
+        """A copy of the output so far of each single-turn request that has any and is not exported.
+
+        None with in-flight updates: no other engine could continue it.
+        """
+        if self._inflight_update is not None:
+            return {}
         found = {
             i: self._batch.partial_output(sequence) for i, sequence in self._scheduler.running.items()
         } | {i: self._kv_cache.partial_output(i) for i in self._scheduler.swapped}

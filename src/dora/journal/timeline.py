@@ -346,7 +346,8 @@ class Timeline:
                 group.responses[event.request.sibling] = span
 
     def _on_failed(self, event: events.RequestFailed) -> None:
-        self._end_request(event.request, f"rejected: {event.reason}")
+        how = "rejected" if event.cause == "engine" else "failed"
+        self._end_request(event.request, f"{how}: {event.reason}")
 
     def _on_aborted(self, event: events.RequestsAborted) -> None:
         for request in event.requests:

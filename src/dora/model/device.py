@@ -19,7 +19,8 @@ def compiled(function: _Function, recomputes: bool = False) -> _Function:
 
     If it `recomputes`, its backward pass computes it again and saves its arguments alone.
     """
-    # Batches with and without shared prompts, gradients and padding have code of their own.
+    # Batches with and without shared prompts or gradients have code of their own. To reach the limit, which
+    # is that of the process, would be an error.
     torch._dynamo.config.recompile_limit = 64
     fused: Any = torch.compile(_recomputed(function) if recomputes else function, fullgraph=True)
     return cast(_Function, fused)

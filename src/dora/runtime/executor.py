@@ -57,6 +57,7 @@ from dora.runtime.rollout.agent_sessions import AgentSessions
 from dora.runtime.rollout.engine_pool import ElasticEngines, EnginePool
 from dora.runtime.rollout.env_pool import EnvPool
 from dora.runtime.rollout.episodes import EpisodeRunner, Episodes
+from dora.runtime.rollout.partial_outputs import FILE_NAME
 from dora.runtime.rollout.prompts import PromptSource
 from dora.runtime.run_dir import SAMPLES
 from dora.runtime.run_setup import RunSetup
@@ -113,6 +114,8 @@ class ProcessExecutor:
         self.stream_folder = self.weights.folder / "stream"
         self.events: deque[Event] = deque()
         self.sample_book = previous.sample_book if previous else SampleBook(setup, self.samples)
+        if previous is None:
+            (setup.out / FILE_NAME).unlink(missing_ok=True)  # of a run whose other files were removed
         kept = previous.restore_versions(self.weights) if previous else {}
         self.prompts = PromptSource(setup, previous.orchestrator.snapshot().next_index if previous else 0)
         self._previous = previous

@@ -55,7 +55,7 @@ class SampleBook:
         self.task_rewards: dict[GroupId, TaskRewards] = {}  # their terms, if there are several reward tasks
         self.episode_rewards: dict[RequestId, float] = {}  # of episodes whose group is not scored
         self.partial_outputs = PartialOutputs(setup.out / FILE_NAME)
-        self.failed_episodes: set[RequestId] = set()  # whose engine does not know it yet
+        self.failed_episodes: set[RequestId] = set()  # by environment or agent, until `RequestFailed`
         self.step_metrics: list[tuple[int, dict[str, float]]] = []  # from the trainer, not yet consumed
         self.engine_usage: dict[int, EngineUsage] = {}  # engine -> as last reported
         self.num_recomputed: dict[int, int] = {}  # engine -> tokens, as last reported

@@ -275,7 +275,7 @@ class DistributedLearner:
         self._is_current = False
 
     def policy_with_weights(self, flat: Tensor) -> Policy:
-        """A policy that rank 0 computes alone; it copies one weight at a time to the device."""
+        """A policy that rank 0 computes alone; it copies one layer at a time to the device."""
         views = self._layout.views(flat)
         return self._unsharded.with_weights(_LazyWeights(views, self._group.device, self._dtype), None)
 

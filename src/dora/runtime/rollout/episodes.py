@@ -1,9 +1,9 @@
 """Multi-turn episodes in the driver, between the engines, which generate turns, and an `EpisodeRunner`.
 
 An environment or an agent of the service replies to the turns; an `EpisodeRunner` connects it. For the
-orchestrator an episode is an unfinished request. If its engine is lost, the orchestrator requests it again,
-and it restarts as another attempt. While an episode waits for the runner it is on the engine that generated
-its last turn, or on none before its prompt is known.
+orchestrator an episode is an unfinished request. If its engine is lost, or if it fails and may be retried,
+the orchestrator requests it again, and it restarts as another attempt. While an episode waits for the runner
+it is on the engine that generated its last turn, or on none before its prompt is known.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class EpisodeEnded:
 
 @dataclass(frozen=True)
 class EpisodeFailed:
-    """The episode cannot continue, and its group fails. A turn in progress is finished first."""
+    """The episode cannot continue: it restarts, or its group fails. A turn in progress is finished first."""
 
     episode: EpisodeId
     reason: str
@@ -205,8 +205,9 @@ class Episodes:
             self._engine_pool.send(action.engine, m.SubmitRequests(requests, outputs))
             return
         for request in action.requests:
-            self._release(request)  # an earlier attempt, whose engine is lost
+            self._release(request)  # an earlier attempt
             self._sample_book.episode_rewards.pop(request, None)
+            self._sample_book.failed_episodes.discard(request)
             episode = EpisodeId(request, next(self._attempts))
             self._episodes[request] = _Episode(episode, action.version, action.engine)
             self.runner.start(episode, action.version)
@@ -261,6 +262,7 @@ class Episodes:
             case RequestsAborted(_, requests):
                 for request in requests:
                     self._partial_outputs.forget(request)
+                    self._sample_book.failed_episodes.discard(request)
             case EngineLost(engine):
                 self._release_all([r for r, episode in self._episodes.items() if episode.engine == engine])
 
