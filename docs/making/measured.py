@@ -298,10 +298,18 @@ def _transfer_lines(ratios: Mapping[str, float]) -> list[Line]:
 def measured_faults() -> str:
     """Faults in real runs, and other runtimes and engines."""
     found, rows, cluster = _ratios("faults"), _read("faults")["rows"], _ratios("cluster")
+    kept = _read("kept_tokens")["rows"]
     recovery = {row["kind"]: row["recovery_s_p50"] for row in rows}
     vllm, sglang = _ratios("vllm_fleet"), _ratios("sglang_fleet")
     return _table(
         [
+            Line(
+                "time that a response lost at most when its engine was killed; when everything was",
+                f"{kept[0]['max_lost_s']:.2f} s; {kept[1]['max_lost_s']:.2f} s",
+                f"{kept[0]['kills']} and {kept[1]['kills']} kills, medians {kept[0]['median_lost_s']:.2f} "
+                f"and {kept[1]['median_lost_s']:.2f} s; `dora audit` found nothing",
+                "kept_tokens",
+            ),
             Line(
                 "samples lost, trained twice, of mixed versions, too stale",
                 ", ".join(f"{found[name]:.0f}" for name in ("lost", "doubled", "mixed", "too_stale")),
