@@ -887,8 +887,8 @@ class StageEntry(NamedTuple):
 
 STAGES = {
     "doctor": StageEntry(doctor, 90),
-    "gradient": StageEntry(gradient, 180),
-    "demo": StageEntry(demo, 240),
+    "gradient": StageEntry(gradient, 210),
+    "demo": StageEntry(demo, 210),
     "arrivals": StageEntry(arrivals, 90),
     "kernels": StageEntry(kernels, 240),
     "fsdp": StageEntry(fsdp, 120),

@@ -238,6 +238,10 @@ def a_request_is_retried_without_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(event_handlers, "_may_retry", is_transient)
 
 
+def no_request_is_retried(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(event_handlers, "_may_retry", lambda state, event: False)
+
+
 def a_retried_request_changes_its_version(patch: pytest.MonkeyPatch) -> None:
     restart = State.restart_request
 
@@ -254,6 +258,7 @@ def a_retried_request_changes_its_version(patch: pytest.MonkeyPatch) -> None:
 
 FAULTS: list[tuple[Fault, str]] = [
     (a_request_is_retried_without_end, "and its engine was not lost"),
+    (no_request_is_retried, "although its request may be retried"),
     (a_retried_request_changes_its_version, "C1"),
     (there_is_no_bound, "C3"),
     (the_bound_ignores_past_deadlines, "C3"),

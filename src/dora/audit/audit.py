@@ -181,7 +181,7 @@ def describe(counts: AuditCounts) -> dict[str, str]:
     if counts.losses:
         sampled += (
             f"; engines were lost {plural(counts.losses, 'time')}: {plural(counts.kept_tokens, 'token')} of "
-            f"their requests kept, {counts.lost_tokens:,} lost"
+            f"their requests kept, {counts.lost_tokens:,} of the reported ones lost"
         )
     if counts.branches:
         sampled += f", branches of changed histories: {counts.branches:,}"

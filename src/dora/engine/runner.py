@@ -204,15 +204,8 @@ class ModelRunner:
             return torch.cat([attention(own_q, *pair) for own_q, pair in zip(queries, pairs, strict=True)])
 
         cos, sin, router = work.cos[positions], work.sin[positions], RecordingRouter(work.config)
-        forward(
-            self._slots[slot].views,
-            work.config,
-            tokens,
-            cos,
-            sin,
-            lambda layer: partial(attend, layer),
-            router,
-        )
+        views = self._slots[slot].views
+        forward(views, work.config, tokens, cos, sin, lambda layer: partial(attend, layer), router)
         if self._moe_layers:
             work.routes[blocks, positions % BLOCK_SIZE] = router.routes
 

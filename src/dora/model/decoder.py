@@ -55,8 +55,8 @@ def forward(
 
     `attention(i)` is the attention of layer i. `router` chooses the experts of MoE layers, by default the
     top k. `run_layer` calls each layer on its input [N, hidden]; with activation checkpointing it does so
-    twice. `fuse` compiles a layer without its experts; then `attention` must be traceable, and the same
-    function for all layers.
+    twice. `fuse` compiles a layer without its experts; then the `attention(i)` must be one function, and
+    traceable.
     """
     router = router or RecordingRouter(config)
 

@@ -86,6 +86,7 @@ class Checker:
         self.num_live: Counter[int] = Counter()  # version -> groups admitted, not filtered or failed
         self.inflight_updates = InflightUpdateChecker(limits, self.fleet, self.pins)
         self._num_failures: Counter[RequestId] = Counter()  # of its environment
+        self._group_to_retry: GroupId | None = None  # after the last event
         # The bound
         self.open_groups: set[GroupId] = set()  # groups admitted, and neither committed nor ended
         self.num_open: Counter[int] = Counter()  # deadline -> open groups
@@ -102,6 +103,7 @@ class Checker:
         """Follow an event, before the orchestrator handles it."""
         self.fleet.before_event(event)
         self.evaluation.before_event()
+        self._group_to_retry = None
         self._audit(event)
         if (handler := _EVENT_HANDLERS.get(type(event))) is not None:
             handler(self, event)
@@ -157,6 +159,8 @@ class Checker:
             self._num_failures[request] += 1
             if self._num_failures[request] <= self.limits.max_retries:
                 self.fleet.started.discard(request)  # it may be generated again
+                is_migrating = any(request in engine.incoming for engine in self.fleet.engines.values())
+                self._group_to_retry = None if is_migrating else request.group
 
     def _end_held_out(self, request: RequestId, *, is_failed: bool) -> None:
         self.evaluation.end(request, is_failed=is_failed)
@@ -270,6 +274,7 @@ class Checker:
 
     def _end_untrained(self, action: Filter | Fail) -> None:
         group = action.group
+        require(group != self._group_to_retry, f"{group} ends, although its request may be retried")
         self._end(group, type(action).__name__)
         version = self.groups.admitted[group]
         self.num_live[version] -= 1

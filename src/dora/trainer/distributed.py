@@ -42,12 +42,11 @@ from dora.trainer.lora import Adapters
 from dora.trainer.metrics import StepMetrics
 from dora.trainer.optimizer import ShardedAdamW, ShardedGradients, host_copy, local_part
 from dora.trainer.packing import PackedBatch, pack
-from dora.trainer.policy import Policy
+from dora.trainer.policy import NORM, Policy
 from dora.trainer.settings import Sample, TrainerSettings
 
 WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
 _NO_TIMEOUT = timedelta(days=365)  # a trainer may be idle; if rank 0 crashes, the group raises
-_NORM = "model.norm.weight"
 
 Layer = Callable[[Tensor], Tensor]
 ReadSamples = Callable[[Sequence[Sample]], Sequence[Sample]]
@@ -211,7 +210,7 @@ class DistributedLearner:
         self._rounded: Tensor | None = None  # pinned for ranks on GPUs
         self._rank = ShardedRank(group, config, settings, flat, flat if reference is None else reference)
         self._layout, self._dtype = WeightLayout(config), getattr(torch, settings.dtype)
-        placeholder = {_NORM: torch.empty(0, dtype=self._dtype, device=group.device)}
+        placeholder = {NORM: torch.empty(0, dtype=self._dtype, device=group.device)}
         self._unsharded = Policy(
             config,
             placeholder,
@@ -625,7 +624,7 @@ class ShardedPolicy(Policy):
         """A frozen policy has no gradient, and keeps no gathered weights."""
         device, self._mesh, self.units = torch.device(mesh.device_type), mesh, fsdp_units(config)
         dtype = getattr(torch, settings.dtype)
-        gathered = {_NORM: torch.empty(0, dtype=dtype, device=device)}  # a placeholder
+        gathered = {NORM: torch.empty(0, dtype=dtype, device=device)}  # a placeholder
         self._root = _RootModule(self.units, gathered, dtype)
         self._root.requires_grad_(not is_frozen)
         precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
@@ -746,7 +745,7 @@ class _RootModule(nn.Module):
     def forward(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         self.first.update_views()
         self.last.update_views()
-        self._weights[_NORM] = self._weights[_NORM].to(self._dtype)
+        self._weights[NORM] = self._weights[NORM].to(self._dtype)
         return compute()
 
 

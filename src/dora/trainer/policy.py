@@ -23,7 +23,7 @@ from dora.trainer.packing import PackedBatch
 
 BatchLogprobs = Callable[[PackedBatch], Tensor]
 
-_NORM = "model.norm.weight"
+NORM = "model.norm.weight"
 _HEAD_ROWS = 8192  # of a product that is converted before it is added
 
 
@@ -48,7 +48,7 @@ class Policy:
         """At most `logits_chunk_tokens` rows of logits exist at a time.
 
         With `activation_checkpointing` a layer saves its input alone and runs again in the backward pass.
-        With `torch_compile` norms and chains of elementwise operations are one kernel each.
+        `torch_compile` compiles log-probs and, where a kernel for variable lengths exists, layers.
         """
         self._exact_logprobs = exact_logprobs
         self._chunk_tokens = logits_chunk_tokens
@@ -62,7 +62,7 @@ class Policy:
 
     def _prepare(self, activation_checkpointing: bool) -> None:
         """Make what the forward pass needs beside the weights."""
-        self._kernel = varlen_attention(self.weights[_NORM].new_empty(0, self.config.head_dim))
+        self._kernel = varlen_attention(self.weights[NORM].new_empty(0, self.config.head_dim))
         self._run_layer = _run_checkpointed if activation_checkpointing else _run
         self._fuse_layer: Compiler = self._fuse
         if self._kernel is None:

@@ -32,7 +32,7 @@ class TrainerSettings:
     takes several updates of about this many response tokens each, and divides their gradients by it.
     `model` chooses who computes the policy: transformers, or for a family that it knows the own decoder.
     `temperature` is the sampling temperature of the samples. At most `logits_chunk_tokens` rows of vocabulary
-    logits exist at a time. `torch_compile` compiles layers and log-probs. With
+    logits exist at a time. `torch_compile`: see `Policy`. With
     `lora`, adapters are trained instead of the weights. With `offload_optimizer` AdamW's moments of the
     weights are in host memory. With `samples_have_reference` the trainer reads the reference policy's
     log-probs from its samples.
