@@ -79,7 +79,7 @@ def aborted_event(label: str, num_tokens: int) -> dict[str, Any]:
 
 
 class FakeVllmServer(ThreadingHTTPServer):
-    """`faults` may have:
+    """With several `version_slots` it is like one with DORA-RL's worker class. `faults` may have:
 
     crashes_after: close the connection of an answer after this many events.
     holds: hold back all events of an answer but the first one until it is aborted.
@@ -97,19 +97,24 @@ class FakeVllmServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, **faults: Any) -> None:
+    def __init__(self, version_slots: int = 1, **faults: Any) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.faults = faults
-        self.label = "none"
+        self.version_slots, self.faults = version_slots, faults
+        self.label = "none"  # of the only version
+        self.digests: dict[str, str] = {}  # of loaded versions, by label
+        self.decode_only: list[list[str]] = []  # ids of requests, of each call
         self.adapters: dict[str, Path] = {}
         self.generate_calls: list[dict[str, Any]] = []  # bodies, in order
         self.loaded_files: list[str] = []
-        self.weight_digest = ""
         self.aborted: set[str] = set()
         self.num_streams = 0
         self.changed = threading.Condition()
         self._thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
+
+    def label_of(self, body: dict[str, Any]) -> str:
+        """Of the weights that generate for a request."""
+        return str(body["cache_salt"]) if self.version_slots > 1 else self.label
 
     @property
     def url(self) -> str:
@@ -155,13 +160,23 @@ class Handler(BaseHTTPRequestHandler):
         match self.path:
             case "/inference/v1/generate":
                 self._stream(body)
-            case "/collective_rpc" if body["method"] == "dora_load_weights":
-                self._load(body["args"][0])
+            case "/collective_rpc" if body["method"] in ("dora_load_weights", "dora_load_part"):
+                self._load(*body["args"])
+            case "/collective_rpc" if body["method"] == "dora_drop_version":
+                del self.server.digests[body["args"][0]]
+                self._send_json(200, {"results": [None]})
+            case "/collective_rpc" if body["method"] == "dora_drop_all_versions":
+                self.server.digests.clear()
+                self._send_json(200, {"results": [None]})
             case "/collective_rpc" if body["method"] == "dora_digest":
                 self._send_json(200, {"results": [safetensors_digest(body["args"][0])]})
-            case "/collective_rpc" if body["method"] == "dora_info" and "kv" in self.server.faults:
+            case "/collective_rpc" if body["method"] == "dora_info":
                 (info,) = recorded_response("dora_info")["results"]
-                self._send_json(200, {"results": [info | {"kv_layout": KV_LAYOUT}]})
+                info |= {"kv_layout": KV_LAYOUT} if "kv" in self.server.faults else {}
+                self._send_json(200, {"results": [info | {"version_slots": self.server.version_slots}]})
+            case "/dora/decode_only":
+                self.server.decode_only.append(body["request_ids"])
+                self._send_json(200, {})
             case "/collective_rpc":
                 self._send_json(200, recorded_response(body["method"]))
             case "/v1/load_lora_adapter":
@@ -191,16 +206,20 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def _load(self, path: str) -> None:
-        faults = self.server.faults
-        assert not self.server.num_streams, "weights change during an answer"
-        self.server.loaded_files.append(path)
+    def _load(self, label: str, path: str, part: int = 0, num_parts: int = 1) -> None:
+        faults, server = self.server.faults, self.server
+        if server.version_slots > 1:
+            assert len(server.digests) < server.version_slots, "no free slot"
+        else:
+            assert not server.num_streams, "weights change during an answer"
+        server.loaded_files.append(path)
         if faults.get("rejected_loads"):
             faults["rejected_loads"] -= 1
             return self._send_json(500, recorded_response("bad load"))
         digests = faults.get("digests", [safetensors_digest(path)])
-        self.server.weight_digest = digests[0]
-        self._send_json(200, {"results": digests})
+        if part + 1 == num_parts:
+            server.digests[label] = digests[0]
+        self._send_json(200, {"results": digests if part + 1 == num_parts else [""]})
 
     def _abort(self, body: dict[str, Any]) -> None:
         server = self.server
@@ -222,7 +241,7 @@ class Handler(BaseHTTPRequestHandler):
         (choice,) = event["choices"]
         choice["token_ids"], choice["finish_reason"] = choice["token_ids"][:1], "length"
         choice["logprobs"]["content"] = choice["logprobs"]["content"][:1]
-        choice["weight_versions"] = [{"version": self.server.label, "start": 0, "end": num_sent + 1}]
+        choice["weight_versions"] = [{"version": self.server.label_of(body), "start": 0, "end": num_sent + 1}]
         self._send_event(event)
         folder, num_tokens = (
             Path(body["kv_transfer_params"]["dora_export"]),
@@ -230,7 +249,7 @@ class Handler(BaseHTTPRequestHandler):
         )
         part = kv_files.part_folder(folder)
         if self.server.faults["kv"] != "lost":
-            origin = kv_files.KVOrigin(self.server.weight_digest, tuple(KV_LAYOUT))
+            origin = kv_files.KVOrigin(self.server.digests[body["cache_salt"]], tuple(KV_LAYOUT))
             kv_files.write_blocks(kv_files.worker_file(part, 0), origin, KV, [0], num_tokens)
         part.rename(folder)
 
@@ -247,7 +266,7 @@ class Handler(BaseHTTPRequestHandler):
             server.num_streams += 1
             server.generate_calls.append(body)
             server.changed.notify_all()
-            events = [*made_up_events(body, server.label)]
+            events = [*made_up_events(body, server.label_of(body))]
         if "replays" in server.faults:
             text = json.dumps(recorded_events(server.faults["replays"]))
             events = json.loads(text.replace(LABEL, server.label))
@@ -278,7 +297,7 @@ class Handler(BaseHTTPRequestHandler):
             if "event_interval_s" in faults:
                 self._wait(lambda: name in server.aborted, faults["event_interval_s"])
             if name in server.aborted:
-                self._send_event(aborted_event(server.label, num_sent))
+                self._send_event(aborted_event(server.label_of(body), num_sent))
                 break
             if self._is_export_ordered(body):
                 self._halt(body, event, num_sent)

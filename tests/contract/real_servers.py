@@ -37,21 +37,23 @@ Engine: type[Vllm] | type[Sglang] = Sglang if "SGLANG_PYTHON" in os.environ else
 PYTHON = os.environ["SGLANG_PYTHON" if Engine is Sglang else "VLLM_PYTHON"]
 NAME = Engine.server_kind.name.lower()  # of its page, and of the environment on that page
 PAGE = [line for block, line in commands() if block.page == f"docs/{NAME}.md"]
-ENGINES: dict[object, Vllm | Sglang] = {}  # by dtype and pool: each server takes half a minute to start
+ENGINES: dict[object, Vllm | Sglang] = {}  # each server takes half a minute to start
 
 
 class Attached:
     """Has the signature of a backend.
 
-    Engines of one dtype use the same server, one after another, and those with a second pool a second one.
+    Engines of one dtype and number of version slots use the same server, one after another, and those with a
+    second pool a second one.
     """
 
     capabilities: ClassVar[Capabilities] = Engine.capabilities
 
     def __new__(  # type: ignore[misc]
-        cls, *, model: str, dtype: str, pool: Path | None = None, **options: Any
+        cls, *, model: str, dtype: str, version_slots: int, pool: Path | None = None, **options: Any
     ) -> Vllm | Sglang:
-        key = dtype, "pool-0" if pool is None else pool.name
+        key = dtype, version_slots, "pool-0" if pool is None else pool.name
+        options["version_slots"] = version_slots
         if cls.capabilities.kv_transfer:
             options["pool"] = pool or Path(model) / "server-pool"
         if key not in ENGINES:

@@ -25,6 +25,7 @@ from dora.core.types import Chunk
 from dora.data.tokenizer import save_character_tokenizer
 from dora.engine.backends import run_until_eof
 from dora.engine.backends.server import attach_server, start_server
+from dora.engine.backends.server_plugins.dora_version_turns import VersionTurns
 from dora.engine.backends.server_plugins.dora_vllm import TOKEN_VARIABLE, TokenMiddleware, WorkerExtension
 from dora.engine.backends.vllm import VLLM, Vllm
 from dora.engine.request import Completion, EngineError, Request
@@ -58,11 +59,12 @@ Make = Callable[..., tuple[Vllm, FakeVllmServer]]
 def make(tmp_path: Path) -> Make:
     """Makes an engine and its server, with faults."""
 
-    def make(silence_s: float = 60.0, **faults: Any) -> tuple[Vllm, FakeVllmServer]:
+    def make(silence_s: float = 60.0, num_slots: int = 1, **faults: Any) -> tuple[Vllm, FakeVllmServer]:
         save_pretrained(tmp_path / "model", CONFIG, version_weights(0))
         server = FakeVllmServer(**faults)
         SERVERS.append(server)
-        return engine_at(server.url, tmp_path / "model", silence_s=silence_s), server
+        options: Any = {"silence_s": silence_s, "version_slots": num_slots}
+        return engine_at(server.url, tmp_path / "model", **options), server
 
     return make
 
@@ -71,11 +73,10 @@ def engine_at(url: str | None, model: Path, **options: Any) -> Vllm:
     return Vllm(
         model=str(model),
         max_rows=MAX_ROWS,
-        version_slots=1,
         device="cpu",
         dtype="float32",
         url=url,
-        **{"max_context": MAX_CONTEXT, **options},
+        **{"max_context": MAX_CONTEXT, "version_slots": 1, **options},
     )
 
 
@@ -411,6 +412,88 @@ def test_a_load_waits_until_the_server_is_idle(make: Make, num_ignored: int) -> 
     assert [answer.version for answer in run(engine)] == [1]
 
 
+# several versions
+
+
+def test_versions_generate_side_by_side_and_one_is_replaced_meanwhile(make: Make) -> None:
+    """No request of another version ends for it. The fake server answers with the version of the request."""
+    engine, server = make(version_slots=2, num_slots=2, holds_after=2)
+    for version in range(2):
+        assert engine.load(version, version_weights(version)) == weight_digest(version_weights(version))
+    engine.submit([make_request(number, version=number, max_tokens=40) for number in range(2)])
+    while min(engine.progress().values()) <= 1:
+        engine.step()
+    with pytest.raises(EngineError, match="no free slot for version 2"):
+        engine.load(2, version_weights(2))
+    assert engine.abort([make_request(0).id]) == {make_request(0).id: 9}
+    engine.drop(0)
+    assert engine.load(2, version_weights(2)) == weight_digest(version_weights(2))
+    assert (server.num_streams, len(server.digests)) == (1, 2), "only the request of version 1 goes on"
+    server.clear_faults()
+    engine.submit([make_request(2, version=2)])
+    answers: list[Completion] = []
+    while engine.can_step:
+        answers += engine.step()
+    assert {answer.id.sibling: answer.version for answer in answers} == {1: 1, 2: 2}
+
+
+def test_a_version_is_loaded_in_parts_between_steps(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its digest comes with the last part."""
+    monkeypatch.setattr("dora.engine.backends.vllm.LOAD_PART_BYTES", 2**13)
+    engine, server = make(version_slots=2, num_slots=2)
+    assert engine.load(0, version_weights(0)) == weight_digest(version_weights(0))
+    assert len(server.loaded_files) > 2
+
+
+def test_requests_near_their_deadline_are_named_to_the_server(make: Make) -> None:
+    """By their ids there, also of those that start later."""
+    engine, server = make(version_slots=2, num_slots=2, holds=True)
+    engine.load(0, version_weights(0))
+    requests = [make_request(number) for number in range(MAX_ROWS + 1)]
+    engine.submit(requests)
+    engine.step()
+    engine.decode_only([requests[0].id, requests[MAX_ROWS].id])
+    started = server.generate_calls_when(MAX_ROWS)
+    first = next(body["request_id"] for body in started if body["token_ids"] == [*requests[0].prompt_ids])
+    assert server.decode_only == [[f"generate-tokens-{first}"]]
+    engine.abort([requests[1].id])
+    engine.step()
+    last = server.generate_calls_when(MAX_ROWS + 1)[-1]["request_id"]
+    assert server.decode_only[1:] == [[f"generate-tokens-{first}", f"generate-tokens-{last}"]]
+    engine.decode_only(())
+    assert server.decode_only[2:] == [[]]
+
+
+def test_a_server_with_one_slot_cannot_decode_some_requests_only(make: Make) -> None:
+    engine, server = make()
+    engine.load(0, version_weights(0))
+    engine.decode_only(())
+    with pytest.raises(EngineError, match=r"orchestrator\.prioritize_stragglers = false"):
+        engine.decode_only([make_request(0).id])
+    assert server.decode_only == []
+
+
+def test_a_server_with_fewer_slots_than_the_run_needs_is_rejected(make: Make) -> None:
+    with pytest.raises(EngineError, match="has slots for 1 versions; set version_slots to that, or start it"):
+        make(num_slots=2)
+
+
+def test_a_weight_transfer_of_vllm_has_one_version(tmp_path: Path) -> None:
+    save_pretrained(tmp_path / "model", CONFIG, version_weights(0))
+    options: Any = {"version_slots": 2, "weight_transfer": "file", "python": sys.executable}
+    with pytest.raises(EngineError, match="'reload', or set version_slots = 1"):
+        engine_at(None, tmp_path / "model", **options)
+
+
+def test_a_version_waits_for_at_most_one_step_of_each_other() -> None:
+    """Versions come, go and come back; with nothing to do there is no version."""
+    turns = VersionTurns()
+    assert [turns.next({"a", "b", "c"}) for _ in range(6)] == ["a", "b", "c", "a", "b", "c"]
+    assert [turns.next({"b", "c"}) for _ in range(3)] == ["b", "c", "b"]
+    assert turns.next({"a", "b", "c", "d"}) in "ad", "one that has just come"
+    assert turns.next(set()) == ""
+
+
 # parts
 
 
@@ -439,7 +522,7 @@ def test_the_server_reads_each_parameter_of_a_versions_file(
             write_version(path, 0, flat, dtype, layout.shapes)
             extension = WorkerExtension()
             extension.model_runner = FakeRunner()
-            digest = extension.dora_load_weights(str(path))
+            digest = extension.dora_load_weights("a label", str(path))
             assert digest == weight_digest(flat)
             loaded, views = extension.model_runner.loaded, layout.views(flat)
             assert loaded.keys() == views.keys()

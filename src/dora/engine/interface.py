@@ -36,7 +36,7 @@ class Capabilities:
     filters: bool = False  # top_k, top_p, min_p
     stop_strings: bool = False
     pauses: bool = False  # `pause` and `resume`
-    decode_only: bool = False  # `decode_only`
+    decode_only: int = 0  # least `version_slots` with which it has `decode_only`; 0: never
     migrates_without_kv: bool = False  # running requests migrate as tokens; see `SupportsMigration`
     kv_transfer: bool = False  # also with their KV, between engines of one backend; takes the keyword `pool`
     episodes: bool = False  # multi-turn requests; see `SupportsEpisodes`
@@ -55,7 +55,7 @@ NATIVE = Capabilities(
     filters=True,
     stop_strings=True,
     pauses=True,
-    decode_only=True,
+    decode_only=1,
     migrates_without_kv=True,
     kv_transfer=True,
     episodes=True,
@@ -121,7 +121,7 @@ class InferenceEngine(Protocol):
     def decode_only(self, ids: Iterable[RequestId]) -> None:
         """Decode only these requests until none of them is running; no ids: decode all.
 
-        Called with ids only if the capability `decode_only` is set. Every engine accepts no ids, because an
+        Called with ids only if the capability `decode_only` says so. Every engine accepts no ids, because an
         evaluation makes all engines decode everything.
         """
 

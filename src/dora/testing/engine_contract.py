@@ -76,6 +76,10 @@ class InferenceContract:
     def _capabilities(self) -> Capabilities:
         return self.factory.capabilities
 
+    @property
+    def _num_slots(self) -> int:
+        return min(2, self._capabilities.max_versions or 2)
+
     def _require(self, **claims: bool) -> None:
         for name, is_claimed in claims.items():
             if not is_claimed:
@@ -311,7 +315,7 @@ class InferenceContract:
         assert len(self._finish(engine, MAX_ROWS)) == MAX_ROWS
 
     def test_requests_in_decode_only_finish_first(self, engine: InferenceEngine) -> None:
-        self._require(decode_only=self._capabilities.decode_only)
+        self._require(decode_only=0 < self._capabilities.decode_only <= self._num_slots)
         requests = [make_request(number) for number in range(MAX_ROWS)]
         engine.submit(requests)
         engine.step()
@@ -401,12 +405,11 @@ class InferenceContract:
     def _make(self, folder: Path, dtype: str, **options: Any) -> InferenceEngine:
         save_pretrained(folder, CONFIG, version_weights(0))
         save_character_tokenizer(folder, CHARACTERS)
-        slots = min(2, self._capabilities.max_versions or 2)
         return self.factory(
             model=str(folder),
             max_rows=MAX_ROWS,
             max_context=MAX_CONTEXT,
-            version_slots=slots,
+            version_slots=self._num_slots,
             device=self.device,
             dtype=dtype,
             **options,

@@ -215,8 +215,7 @@ class HttpEngine(ABC):
                 f"no free slot for version {version}: {[*self._digests]} are loaded and num_slots = "
                 f"{self.num_slots}; drop one"
             )
-        if not self._digests:
-            self._wait_until_idle()
+        self._wait_for_dropped_versions()
         label = f"dora-{version}-{secrets.token_hex(8)}"
         self._digests[version], self._labels[version] = send(label), label
         return self._digests[version]
@@ -544,16 +543,19 @@ class HttpEngine(ABC):
             finish_reason=reason,
         )
 
-    def _wait_until_idle(self) -> None:
-        """Return once the server generates nothing: weights never change during a response."""
+    def _wait_for_dropped_versions(self) -> None:
+        """Return once the server generates for loaded versions only.
+
+        Weights never change during a response.
+        """
         deadline_s = time.monotonic() + ABORT_TIMEOUT_S
-        while self._open_streams:
+        while aborted := [one for one in self._open_streams if one.request.version not in self._digests]:
             self._handle_events(len(self._open_streams), STEP_WAIT_S)
-            self._abort_streams(self._open_streams)  # again: a request may reach the server after its abort
+            self._abort_streams(aborted)  # again: a request may reach the server after its abort
             if time.monotonic() > deadline_s:
                 raise RunError(
-                    f"{self.server} still generates for {len(self._open_streams)} requests, "
-                    f"{ABORT_TIMEOUT_S:g} s after they were aborted"
+                    f"{self.server} still generates for {len(aborted)} requests, {ABORT_TIMEOUT_S:g} s after "
+                    "they were aborted"
                 )
 
     def _reason_to_reject(self, request: Request) -> str:

@@ -30,7 +30,7 @@ from dora.errors import ConfigError, RunError
 CALL_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 600.0
 _POLL_INTERVAL_S = 0.2
-_NUM_LOG_LINES = 20  # of the server's output, in the error if it does not start
+_NUM_LOG_LINES = 100  # of the server's output, in the error if it does not start
 _MAX_ERROR_CHARS = 2000  # of a response with an error status
 _HERE = Path(__file__).parent
 

@@ -44,7 +44,7 @@ class Transformers:
         max_versions=None,
         is_seeded=True,
         pauses=True,
-        decode_only=True,
+        decode_only=1,
         dtypes=("float32", "bfloat16"),
         devices=("cpu", "cuda"),
     )

@@ -1,4 +1,4 @@
-r"""vLLM as an inference engine: one version at a time, or several as LoRA adapters of one server.
+r"""vLLM as an inference engine, with several versions in one server: full weights, or LoRA adapters.
 
     [engine]
     backend = "vllm"
@@ -31,6 +31,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dora.core.types import RequestId
 from dora.engine.backends.http_engine import HttpEngine, ServerRequest, StreamDelta
 from dora.engine.backends.kv_exchange import KVExchange
 from dora.engine.backends.server import (
@@ -44,7 +45,7 @@ from dora.engine.backends.server import (
     start_server,
 )
 from dora.engine.backends.server_plugins.dora_digest import safetensors_digest
-from dora.engine.backends.server_plugins.dora_vllm import TOKEN_VARIABLE
+from dora.engine.backends.server_plugins.dora_vllm import DECODE_ONLY_PATH, TOKEN_VARIABLE
 from dora.engine.interface import Capabilities
 from dora.engine.request import EngineError
 from dora.errors import ConfigError
@@ -84,6 +85,11 @@ ENVIRONMENT = {
 # weight transfer. Others are backends of that: `file` reads the file as well; `ipc` and `nccl` are vLLM's,
 # from a process with a copy of the version on a GPU.
 WEIGHT_TRANSFERS = ("reload", "file", "ipc", "nccl")
+LOAD_PART_BYTES = 2**28  # loaded between two steps of a server that generates for other versions
+SLOT_FLAGS = (
+    *("--worker-cls", "dora_vllm_versions.VersionsWorker"),
+    *("--scheduler-cls", "dora_vllm_versions.VersionScheduler"),
+)
 CPU_FLAGS = ("--enforce-eager",)
 IN_PROCESS = ("--distributed-executor-backend", "dora_vllm_executor.InProcessExecutor")
 CPU_ENVIRONMENT = {
@@ -93,10 +99,12 @@ CPU_ENVIRONMENT = {
 
 
 class Vllm(HttpEngine):
-    """A vLLM server with one version."""
+    """A vLLM server. With several version slots it has DORA-RL's worker and scheduler classes."""
 
     server_kind = VLLM
     capabilities = Capabilities(
+        max_versions=None,
+        decode_only=2,
         stop_strings=True,
         pauses=True,
         migrates_without_kv=True,
@@ -153,9 +161,11 @@ class Vllm(HttpEngine):
             sizes = ("--max-model-len", f"{max_context}", "--max-num-seqs", f"{max_rows}")
             seed = f"{secrets.randbits(31)}"
             flags: tuple[str, ...] = ("--model", model, "--dtype", dtype, *sizes, "--seed", seed)
-            transfer_flags = _transfer_flags(weight_transfer, device, num_gpus, sender_device)
+            transfer_flags = _transfer_flags(weight_transfer, device, num_gpus, sender_device, version_slots)
             device_flags, environment = _device_options(device, num_gpus, kv_bytes, arguments)
             kv_flags = () if pool is None else KV_FLAGS
+            if version_slots > 1:
+                environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the worker class exchanges the first's model
             if weight_transfer == "ipc":
                 environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # of handles, with the auth token
             flags += (*FLAGS, *transfer_flags, *kv_flags, *device_flags, *arguments)
@@ -170,10 +180,19 @@ class Vllm(HttpEngine):
             server.call("/resume", {})
         sizes_of = {"max_rows": max_rows, "max_context": max_context}
         super().__init__(server, model=model, dtype=dtype, silence_s=silence_s, **sizes_of)
-        infos = self.server.call("/collective_rpc", {"method": "dora_info"})["results"]
+        if url is not None:
+            self._call_workers("dora_drop_all_versions")
+        infos = self._call_workers("dora_info")
         info = infos[0]
         if info["dtype"] != dtype:
             raise EngineError(f"{server} computes in {info['dtype']}; set engine.dtype to that")
+        if (num_slots := info["version_slots"]) < version_slots:
+            raise EngineError(
+                f"{server} has slots for {num_slots} versions; set version_slots to that, or start it with "
+                "the flags for several versions in docs/vllm.md"
+            )
+        self.num_slots, self._is_multi_version = version_slots, num_slots > 1
+        self._prioritized: frozenset[RequestId] = frozenset()
         self.kernels = f"vLLM {version} on {info['device']}"
         if pool is not None and info.get("kv_layout"):
             self._kv = KVExchange(pool, tuple(info["kv_layout"]), len(infos))
@@ -190,15 +209,51 @@ class Vllm(HttpEngine):
         super().close()
 
     def _send_file(self, label: str, path: Path) -> str:
-        call: JsonBody = {"method": "dora_load_weights", "args": [str(path)]}
-        if self._sender is not None:
+        if self._is_multi_version:
+            num_parts = math.ceil(path.stat().st_size / LOAD_PART_BYTES)
+            for part in range(num_parts):
+                digests = self._call_workers("dora_load_part", label, str(path), part, num_parts)
+        elif self._sender is not None:
             self._sender.send(path)
-            call = {"method": "dora_received_digest"}
-        digests = set(self.server.call("/collective_rpc", call, LOAD_TIMEOUT_S)["results"])
-        if len(digests) != 1:
+            digests = self._call_workers("dora_received_digest", label)
+        else:
+            digests = self._call_workers("dora_load_weights", label, str(path))
+        if len({*digests}) != 1:
             raise EngineError(f"workers of {self.server} have read different weights: {sorted(digests)}")
-        self.server.call("/update_weight_version", {"new_version": label})
-        return str(digests.pop())
+        if not self._is_multi_version:
+            self.server.call("/update_weight_version", {"new_version": label})
+        return str(digests[0])
+
+    def _call_workers(self, method: str, *arguments: object) -> list[Any]:
+        """Call a method of each worker. Returns their results. Raises EngineError, RunError."""
+        call = {"method": method, "args": arguments}
+        results: list[Any] = self.server.call("/collective_rpc", call, LOAD_TIMEOUT_S)["results"]
+        return results
+
+    def drop(self, version: int) -> None:
+        label = self._labels.get(version, "")
+        super().drop(version)
+        self._drop_from_server(label)
+
+    def _drop_from_server(self, label: str) -> None:
+        self._call_workers("dora_drop_version", label)
+
+    def decode_only(self, ids: Iterable[RequestId]) -> None:
+        """Raises EngineError for any ids if the server has one version slot."""
+        self._prioritized = frozenset(ids)
+        if self._is_multi_version:
+            self._send_decode_only()
+        else:
+            super().decode_only(self._prioritized)
+
+    def _send_decode_only(self) -> None:
+        running = [running for id, running in self._running.items() if id in self._prioritized]
+        self.server.call(DECODE_ONLY_PATH, {"request_ids": [*map(_id_at_server, running)]})
+
+    def _start_stream(self, previous: ServerRequest, kv_folder: Path | None = None) -> None:
+        super()._start_stream(previous, kv_folder)
+        if previous.request.id in self._prioritized:
+            self._send_decode_only()
 
     def _generate_call(self, running: ServerRequest) -> tuple[str, JsonBody]:
         sampling, kv_params = running.request.sampling, {}
@@ -239,11 +294,15 @@ class Vllm(HttpEngine):
         )
 
     def _abort_streams(self, streams: Iterable[ServerRequest]) -> None:
-        if ids := [f"generate-tokens-{running.server_id}" for running in streams]:
+        if ids := [*map(_id_at_server, streams)]:
             self.server.call("/abort_requests", {"request_ids": ids})
 
     def _set_paused(self, is_paused: bool) -> None:
         self.server.call("/pause?mode=keep" if is_paused else "/resume", {})
+
+
+def _id_at_server(running: ServerRequest) -> str:
+    return f"generate-tokens-{running.server_id}"
 
 
 class WeightSender:
@@ -315,11 +374,19 @@ def _check_version(version: str, what: str) -> None:
 
 
 def _transfer_flags(
-    weight_transfer: str, device: str, num_gpus: int, sender_device: str | None
+    weight_transfer: str, device: str, num_gpus: int, sender_device: str | None, version_slots: int
 ) -> tuple[str, ...]:
-    """The worker's extension, and the backend of vLLM's weight transfer. Raises EngineError."""
-    if weight_transfer == "reload":
+    """The worker's class or extension, and the backend of vLLM's weight transfer. Raises EngineError."""
+    if weight_transfer == "reload" and version_slots == 1:
         return ("--worker-extension-cls", "dora_vllm.WorkerExtension")
+    if version_slots > 1:
+        if weight_transfer != "reload":
+            raise EngineError(
+                f"weight_transfer = {weight_transfer!r} replaces the only version of a server; set it to "
+                "'reload', or set version_slots = 1"
+            )
+        slots = json.dumps({"dora_version_slots": version_slots})
+        return (*SLOT_FLAGS, "--additional-config", slots, "--enforce-eager")
     if weight_transfer in ("ipc", "nccl") and device == "cpu":
         raise EngineError(
             f"weight_transfer = {weight_transfer!r} needs GPUs; set weight_transfer = 'file' or 'reload'"
@@ -380,7 +447,7 @@ class VllmLora(Vllm):
     """A vLLM server of the initial model with several versions, each a LoRA adapter."""
 
     capabilities = replace(
-        Vllm.capabilities, max_versions=None, versions_are_lora=True, kv_transfer=False, dtypes=("float32",)
+        Vllm.capabilities, decode_only=0, versions_are_lora=True, kv_transfer=False, dtypes=("float32",)
     )
 
     @classmethod
@@ -431,9 +498,7 @@ class VllmLora(Vllm):
         """An adapter is factored from the merged weights, so it is not in the file."""
         return self.load(version, map_version(path)[1])
 
-    def drop(self, version: int) -> None:
-        label = self._labels.get(version, "")
-        super().drop(version)
+    def _drop_from_server(self, label: str) -> None:
         self.server.call_raw("/v1/unload_lora_adapter", {"lora_name": label})
         shutil.rmtree(self._folders.pop(label), ignore_errors=True)
 

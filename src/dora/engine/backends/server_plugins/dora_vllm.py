@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 TOKEN_VARIABLE = "DORA_VLLM_TOKEN"
+DECODE_ONLY_PATH = "/dora/decode_only"  # of `dora_vllm_versions`
 
 AsgiMessage = MutableMapping[str, Any]
 AsgiReceive = Callable[[], Awaitable[AsgiMessage]]
@@ -28,16 +29,17 @@ class WorkerExtension:
     model_runner: Any
 
     def dora_info(self) -> dict[str, Any]:
-        """Device and dtype of the server, and the layout of its KV, empty if it cannot leave the server."""
+        """Device, dtype and version slots of the server, and the layout of its KV; empty: it cannot leave."""
         parameter = next(self.model_runner.get_model().parameters())
         connector = _kv_connector()
         return {
             "device": parameter.device.type,
             "dtype": str(self.model_runner.dtype).removeprefix("torch."),
             "kv_layout": [] if connector is None else connector.layout,
+            "version_slots": 1,
         }
 
-    def dora_load_weights(self, path: str) -> str:
+    def dora_load_weights(self, version: str, path: str) -> str:
         """Replace the model's weights by those of a version's file. Returns the digest of its data.
 
         A thread computes the digest while the weights are copied.
@@ -49,24 +51,34 @@ class WorkerExtension:
             digest = thread.submit(dora_digest.safetensors_digest, path)
             names = stored.keys()
             self.model_runner.reload_weights(weights_iterator=((x, stored.get_tensor(x)) for x in names))
-        self.pack_head()
-        return self.record_digest(digest.result())
+        self.pack_head(self.model_runner.get_model())
+        return self.record_digest(version, digest.result())
 
-    def pack_head(self) -> None:
+    def pack_head(self, model: Any) -> None:
         """On a CPU the LM head multiplies with a packed copy of its weight.
 
         vLLM 0.32 does not pack it again if the weight is tied to the embedding's, and would keep the initial
         head.
         """
-        head = getattr(self.model_runner.get_model(), "lm_head", None)
+        head = getattr(model, "lm_head", None)
         if head is not None and self.dora_info()["device"] == "cpu":
             head.quant_method.process_weights_after_loading(head)
 
-    def record_digest(self, digest: str) -> str:
-        """Let the KV connector know which weights compute from now on. Returns the digest."""
+    def record_digest(self, version: str, digest: str) -> str:
+        """Let the KV connector know which weights compute for requests of a version. Returns the digest."""
         if (connector := _kv_connector()) is not None:
-            connector.weight_digest = digest
+            connector.weight_digests[version] = digest
         return digest
+
+    def dora_drop_version(self, version: str) -> None:
+        """No request of a version comes any more."""
+        if (connector := _kv_connector()) is not None:
+            connector.weight_digests.pop(version, None)
+
+    def dora_drop_all_versions(self) -> None:
+        """Another engine of DORA-RL takes over the server."""
+        if (connector := _kv_connector()) is not None:
+            connector.weight_digests.clear()
 
     def dora_digest(self, path: str) -> str:
         """The digest of an adapter's file, as this process reads it."""
@@ -89,7 +101,7 @@ def _kv_connector() -> Any | None:
 
 
 class TokenMiddleware:
-    """Answers 401 to requests without the auth token of the environment.
+    """Answers 401 to requests without the auth token of the environment, and DORA-RL's own call itself.
 
     vLLM's own `--api-key` does not protect the calls that load weights.
     """
@@ -105,9 +117,21 @@ class TokenMiddleware:
     async def __call__(self, scope: AsgiMessage, receive: AsgiReceive, send: AsgiSend) -> None:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
         if scope["type"] == "lifespan" or hmac.compare_digest(given, self._expected):
-            await self._app(scope, receive, send)
+            own = scope.get("path") == DECODE_ONLY_PATH
+            await (_decode_only if own else self._app)(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close"})
         else:
             await send({"type": "http.response.start", "status": 401, "headers": []})
             await send({"type": "http.response.body", "body": f"show the {TOKEN_VARIABLE}".encode()})
+
+
+async def _decode_only(scope: AsgiMessage, receive: AsgiReceive, send: AsgiSend) -> None:
+    """POST {"request_ids": [...]}: schedule only these requests until none of them is left."""
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
+
+    ids = (await Request(scope, receive).json())["request_ids"]
+    engine = scope["app"].state.engine_client.engine_core
+    await engine.call_utility_async("dora_decode_only", ids)
+    await JSONResponse({})(scope, receive, send)

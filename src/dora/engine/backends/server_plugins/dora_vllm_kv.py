@@ -31,9 +31,10 @@ logger = init_logger(f"vllm.{__name__}")
 
 @dataclass(frozen=True)
 class Export:
-    """Blocks of a request to write into `folder`."""
+    """Blocks of a request of a version to write into `folder`."""
 
     request_id: str
+    version: str
     folder: str
     blocks: list[int]
     num_tokens: int
@@ -43,6 +44,7 @@ class Export:
 class Import:
     """Blocks of a request to read from `folder`, without its `first` ones, which the server has cached."""
 
+    version: str
     folder: str
     blocks: list[int]
     first: int
@@ -74,7 +76,7 @@ class KVFileConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._layers: list[Any] = []  # the worker's caches: [blocks, ...] each
         self._written: set[str] = set()
         self._unread: set[int] = set()  # blocks whose import has failed
-        self.weight_digest = ""  # of the weights that the worker has loaded; "": not by DORA-RL
+        self.weight_digests: dict[str, str] = {}  # of the worker's weights, by the `cache_salt` of requests
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -108,7 +110,9 @@ class KVFileConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return False, None
         num_tokens = request.num_computed_tokens
         num_blocks = -(-num_tokens // self._block_size)
-        self._transfers.exports.append(Export(request.request_id, folder, block_ids[:num_blocks], num_tokens))
+        blocks = block_ids[:num_blocks]
+        export = Export(request.request_id, request.cache_salt, folder, blocks, num_tokens)
+        self._transfers.exports.append(export)
         self._exporting[request.request_id] = Path(folder)
         return True, None
 
@@ -145,7 +149,8 @@ class KVFileConnector(KVConnectorBase_V1):  # type: ignore[misc]
         folder = request.kv_transfer_params["dora_import"]
         first = (num_tokens - num_external_tokens) // self._block_size
         last = -(-num_tokens // self._block_size)
-        self._transfers.imports.append(Import(folder, list(block_ids[first:last]), first))
+        blocks_to_read = list(block_ids[first:last])
+        self._transfers.imports.append(Import(request.cache_salt, folder, blocks_to_read, first))
 
     def build_connector_meta(self, scheduler_output: Any) -> Transfers:
         self._halt_ordered()
@@ -174,7 +179,8 @@ class KVFileConnector(KVConnectorBase_V1):  # type: ignore[misc]
         for each in self._get_connector_metadata().imports:
             path = kv_files.worker_file(Path(each.folder), self._rank)
             try:
-                kv_files.read_blocks(path, self._origin, self._layers, each.blocks, each.first)
+                origin = self._origin_of(each.version)
+                kv_files.read_blocks(path, origin, self._layers, each.blocks, each.first)
             except (kv_files.KVFileError, OSError) as error:
                 logger.warning("prefilling a request: %s", error)
                 self._unread.update(each.blocks)
@@ -184,7 +190,8 @@ class KVFileConnector(KVConnectorBase_V1):  # type: ignore[misc]
         for each in self._get_connector_metadata().exports:
             path = kv_files.worker_file(kv_files.part_folder(Path(each.folder)), self._rank)
             try:
-                kv_files.write_blocks(path, self._origin, self._layers, each.blocks, each.num_tokens)
+                origin = self._origin_of(each.version)
+                kv_files.write_blocks(path, origin, self._layers, each.blocks, each.num_tokens)
             except OSError as error:
                 logger.warning("the KV of %s is lost: %s", each.request_id, error)
                 path.unlink(missing_ok=True)
@@ -204,9 +211,8 @@ class KVFileConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
         """`wait_for_save` writes all layers."""
 
-    @property
-    def _origin(self) -> kv_files.KVOrigin:
-        return kv_files.KVOrigin(self.weight_digest, self.layout)
+    def _origin_of(self, version: str) -> kv_files.KVOrigin:
+        return kv_files.KVOrigin(self.weight_digests.get(version, ""), self.layout)
 
 
 def _param(request: Any, name: str) -> str | None:

@@ -65,10 +65,10 @@ class TransferExtension(FileLoader):  # type: ignore[misc]
 
     weight_transfer_engine: Any
 
-    def dora_received_digest(self) -> str:
-        """The digest of the weights that the last transfer brought."""
-        self.pack_head()
-        digest: str = self.record_digest(self.weight_transfer_engine.digest)
+    def dora_received_digest(self, version: str) -> str:
+        """The digest of the weights that the last transfer brought, those of `version`."""
+        self.pack_head(self.model_runner.get_model())
+        digest: str = self.record_digest(version, self.weight_transfer_engine.digest)
         return digest
 
 

@@ -1,0 +1,230 @@
+"""Several full-weight versions in one vLLM server.
+
+    --worker-cls dora_vllm_versions.VersionsWorker --scheduler-cls dora_vllm_versions.VersionScheduler
+    --additional-config '{"dora_version_slots": 2}'
+
+A worker has a model for each slot, and all of them use one KV cache. Each step runs on one model: the
+scheduler puts requests of one version into a step, and versions take turns. A request names its version by
+its `cache_salt`, so KV of one version never serves another. The worker reports which version has computed a
+step, the scheduler compares, and the response lists it (`weight_versions`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import dora_digest  # type: ignore[import-not-found]
+import torch
+from dora_version_turns import VersionTurns  # type: ignore[import-not-found]
+from dora_vllm import WorkerExtension  # type: ignore[import-not-found]
+from safetensors import safe_open
+from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
+from vllm.model_executor.model_loader import get_model  # type: ignore[import-not-found]
+from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not-found]
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.platforms import current_platform  # type: ignore[import-not-found]
+from vllm.v1.core.sched.scheduler import Scheduler  # type: ignore[import-not-found]
+from vllm.v1.engine.core import EngineCore  # type: ignore[import-not-found]
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker  # type: ignore[import-not-found]
+else:
+    from vllm.v1.worker.gpu_worker import Worker  # type: ignore[import-not-found]
+
+
+@dataclass(eq=False)
+class Slot:
+    """A model, and its layers by their names, which vLLM looks up in a step."""
+
+    model: Any
+    layers: dict[str, Any]
+    version: str = ""  # label of the loaded version; "": none, or it is being loaded
+
+
+class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
+    """vLLM's worker with several models."""
+
+    def load_model(self, **arguments: Any) -> None:
+        """Load the initial model into every slot. Raises RuntimeError if memory lacks."""
+        super().load_model(**arguments)
+        num_slots = self.vllm_config.additional_config["dora_version_slots"]
+        layers = self.vllm_config.compilation_config.static_forward_context
+        self._slots = [Slot(self.model_runner.get_model(), layers)]
+        try:
+            self._slots += [self._make_slot() for _ in range(num_slots - 1)]
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"the device has no memory for weights of {num_slots} versions: lower engine.version_slots"
+            ) from error
+        self._active = self._slots[0]
+        self._loading: Slot | None = None
+        self._thread = ThreadPoolExecutor(1)
+        self._digest: Future[str]
+        if not current_platform.is_cpu():
+            self.model_runner.model_memory_usage *= num_slots  # vLLM sizes the KV cache by it
+
+    def _make_slot(self) -> Slot:
+        compilation = self.vllm_config.compilation_config
+        before = compilation.static_forward_context, [*compilation.static_all_moe_layers]
+        compilation.static_forward_context = {}  # the names are those of the first model
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                return Slot(get_model(vllm_config=self.vllm_config), compilation.static_forward_context)
+        finally:
+            compilation.static_forward_context, compilation.static_all_moe_layers = before
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Share what vLLM gives to the layers of the first model: the KV cache, and what belongs to it."""
+        super().initialize_from_config(kv_cache_config)
+        for slot in self._slots[1:]:
+            for name, layer in slot.layers.items():
+                first = vars(self._slots[0].layers[name])
+                missing = {key: value for key, value in first.items() if key not in vars(layer)}
+                vars(layer).update(missing | {key: first[key] for key in ("kv_cache",) if key in first})
+
+    def dora_info(self) -> dict[str, Any]:
+        return {**super().dora_info(), "version_slots": len(self._slots)}
+
+    def dora_load_part(self, version: str, path: str, part: int, num_parts: int) -> str:
+        """Load one of `num_parts` parts of a version's file into a free slot. Other slots work in between.
+
+        Returns the digest of the file's data with the last part, which makes the version usable; else "".
+        """
+        if part == 0:
+            self._loading = next((slot for slot in self._slots if not slot.version), None)
+            if self._loading is None:
+                raise RuntimeError(f"no free slot for {version}: {[slot.version for slot in self._slots]}")
+            self._digest = self._thread.submit(dora_digest.safetensors_digest, path)
+            initialize_layerwise_reload(self._loading.model)
+        slot = self._loading
+        assert slot is not None
+        config = set_current_vllm_config(self.vllm_config)
+        with safe_open(path, "pt") as stored, config, ExitStack() as at_end:
+            at_end.callback(finalize_layerwise_reload, slot.model, self.model_config)  # also after an error
+            names = stored.offset_keys()
+            own = names[len(names) * part // num_parts : len(names) * (part + 1) // num_parts]
+            slot.model.load_weights((name, stored.get_tensor(name)) for name in own)
+            if part + 1 < num_parts:
+                at_end.pop_all()
+                return ""
+        self.pack_head(slot.model)
+        digest: str = self.record_digest(version, self._digest.result())
+        slot.version = version
+        return digest
+
+    def dora_drop_version(self, version: str) -> None:
+        """Free the slot of a version that has no unfinished requests."""
+        super().dora_drop_version(version)
+        self._slot_of(version).version = ""
+
+    def dora_drop_all_versions(self) -> None:
+        super().dora_drop_all_versions()
+        for slot in self._slots:
+            slot.version = ""
+
+    def _slot_of(self, version: str) -> Slot:
+        try:
+            return next(slot for slot in self._slots if slot.version == version)
+        except StopIteration:
+            loaded = [slot.version for slot in self._slots]
+            raise RuntimeError(f"version {version} is not loaded; loaded: {loaded}") from None
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        if scheduler_output.total_num_scheduled_tokens:
+            self._active = self._slot_of(scheduler_output.dora_version)
+            self.model_runner.model = self._active.model
+            self.vllm_config.compilation_config.static_forward_context = self._active.layers
+        return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)
+        if output is not None:
+            output.dora_version = self._active.version
+        return output
+
+
+class VersionScheduler(Scheduler):  # type: ignore[misc]
+    """vLLM's scheduler with one version in each step."""
+
+    running: list[Any]
+    max_num_active_reqs: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._turns = VersionTurns()
+        self.decode_only: frozenset[str] = frozenset()  # ids of requests, as their client names them
+        self.computed_version = ""  # by whose weights the last step was computed
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        unfinished = [*self.running, *self.kv_holding_waiting, *self.waiting]
+        chosen = unfinished
+        if prioritized := [request for request in unfinished if self._is_prioritized(request)]:
+            chosen = prioritized + [request for request in unfinished if _is_halting(request)]
+        version = self._turns.next({request.cache_salt for request in chosen})
+        in_step = {request.request_id for request in chosen if request.cache_salt == version}
+        with self._set_aside(lambda request: request.request_id not in in_step):
+            output = super().schedule(throttle_prefills)
+        output.dora_version = version
+        return output
+
+    def _is_prioritized(self, request: Any) -> bool:
+        """vLLM appends random characters to a client's id."""
+        own_id = request.request_id
+        return own_id in self.decode_only or own_id.rpartition("-")[0] in self.decode_only
+
+    @contextmanager
+    def _set_aside(self, is_aside: Callable[[Any], bool]) -> Iterator[None]:
+        """Hide requests from vLLM's scheduler, while the running ones among them keep their rows."""
+        running = [request for request in self.running if is_aside(request)]
+        waiting = [
+            (queue, [request for request in queue if is_aside(request)])
+            for queue in (self.kv_holding_waiting, self.waiting)
+        ]
+        most = self.max_num_active_reqs
+        self.running = [request for request in self.running if not is_aside(request)]
+        self.max_num_active_reqs = most - len(running)
+        for queue, requests in waiting:
+            queue.remove_requests(requests)
+        try:
+            yield
+        finally:
+            self.running += running
+            self.max_num_active_reqs = most
+            for queue, requests in waiting:
+                for request in requests:
+                    queue.add_request(request)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Raises RuntimeError, which ends the server, if other weights computed the step."""
+        self.computed_version = getattr(model_runner_output, "dora_version", "")
+        if scheduler_output.total_num_scheduled_tokens:
+            scheduled = scheduler_output.dora_version
+            if self.computed_version != scheduled:
+                raise RuntimeError(f"a step of {scheduled} was computed by {self.computed_version!r}")
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+
+def _is_halting(request: Any) -> bool:
+    """Whether a request ends with its next token, as one does that is halted for its migration."""
+    return bool(request.max_tokens <= request.num_output_tokens + 1)
+
+
+def _attach_weight_version(self: Any, outputs: dict[int, Any]) -> None:
+    """In place of vLLM's method, which knows one version of all requests."""
+    for each in outputs.values():
+        each.weight_version = self.scheduler.computed_version
+
+
+def _dora_decode_only(self: Any, request_ids: list[str]) -> None:
+    """A call of the API server: schedule only these requests until none of them is left."""
+    self.scheduler.decode_only = frozenset(request_ids)
+
+
+EngineCore._attach_weight_version = _attach_weight_version
+EngineCore.dora_decode_only = _dora_decode_only
