@@ -28,6 +28,7 @@ from dora.engine.backends.server import attach_server, start_server
 from dora.engine.backends.server_plugins.dora_version_turns import VersionTurns
 from dora.engine.backends.server_plugins.dora_vllm import TOKEN_VARIABLE, TokenMiddleware, WorkerExtension
 from dora.engine.backends.vllm import VLLM, Vllm
+from dora.engine.messages import ImportFinished, TurnFinished
 from dora.engine.request import Completion, EngineError, Request
 from dora.errors import ConfigError, RunError
 from dora.model.config import ModelConfig
@@ -36,7 +37,7 @@ from dora.model.weights import WeightLayout, parameter_shapes, weight_digest
 from dora.runtime.process.messages import WeightsLoaded
 from dora.runtime.rollout.engine_worker import WeightLoader
 from dora.testing import CONFIG, make_request, reference_logprobs, version_weights
-from dora.testing.engine_contract import MAX_CONTEXT, MAX_ROWS
+from dora.testing.engine_contract import MAX_CONTEXT, MAX_ROWS, MigrationDriver
 from dora.weights.store import Prefetcher, WeightStore
 from dora.weights.version_file import write_version
 
@@ -253,6 +254,107 @@ def test_a_request_that_has_reached_its_stop_string_does_not_migrate(make: Make,
     assert engine.halt(request.id, carries_kv=True) is None
     (answer,) = run(engine)
     assert (len(answer.token_ids), answer.finish_reason) == (3, "stop")
+
+
+# episodes
+
+
+def next_turn(engine: Vllm) -> TurnFinished:
+    """Step until a turn has finished."""
+    for _ in range(MAX_STEPS):
+        assert engine.step() == []
+        if turns := engine.pop_finished_turns():
+            return turns[0]
+    raise AssertionError("no turn has finished")
+
+
+def test_an_episode_continues_with_its_observation_and_ends_with_its_last_turn(make: Make) -> None:
+    """Each turn is a request of its own at the server, and C1 is checked for each."""
+    engine, server = make(reported_prefill=3)
+    engine.load(0, version_weights(0))
+    request = make_request(0, max_tokens=9, max_turn_tokens=4)
+    engine.submit([request])
+    first = next_turn(engine)
+    assert (len(first.token_ids), first.finish_reason, first.num_left) == (4, "turn_length", 5)
+    assert first.logprobs == [-1.0] * 4
+    assert not engine.can_step, "nothing happens until the observation comes"
+    assert engine.progress() == {request.id: 4}
+    for observation, error in (([], "has 0 tokens"), ([1] * 5, "from 1 to 4"), ([99], "outside 0..28")):
+        with pytest.raises(EngineError, match=error):
+            engine.continue_episode(request.id, observation)
+    engine.continue_episode(request.id, [7, 8])
+    with pytest.raises(EngineError, match="does not wait for an observation"):
+        engine.end_episode(request.id)
+    second = next_turn(engine)
+    assert (len(second.token_ids), second.finish_reason, second.num_left) == (3, "length", 0)
+    calls = server.generate_calls
+    assert calls[1]["token_ids"] == [*request.prompt_ids, *first.token_ids, 7, 8]
+    assert [call["sampling_params"]["max_tokens"] for call in calls] == [4, 3]
+    assert calls[0]["cache_salt"] == calls[1]["cache_salt"]
+    engine.end_episode(request.id)
+    (answer,) = run(engine)
+    assert answer.token_ids.tolist() == [*first.token_ids, 7, 8, *second.token_ids]
+    observed = [False] * 4 + [True] * 2 + [False] * 3
+    assert np.isnan(answer.logprobs).tolist() == np.isnan(answer.raw_logprobs).tolist() == observed
+    assert answer.chunks == (Chunk(0, engine.versions[0], 9),)
+    assert answer.finish_reason == "length"
+    assert engine.num_recomputed == 0, "the server prefilled two observation tokens and the last one before"
+    assert (engine.progress(), engine.can_step) == ({}, False)
+
+
+def test_an_episode_between_two_turns_leaves_its_row_to_others(make: Make) -> None:
+    engine, _ = make()
+    engine.load(0, version_weights(0))
+    waiting = [make_request(number, max_turn_tokens=4) for number in range(MAX_ROWS)]
+    engine.submit(waiting)
+    turns = 0
+    while turns < MAX_ROWS:
+        assert engine.step() == []
+        turns += len(engine.pop_finished_turns())
+    engine.submit([make_request(MAX_ROWS)])
+    assert [answer.id.sibling for answer in run(engine)] == [MAX_ROWS]
+    with pytest.raises(EngineError, match=f"{MAX_ROWS} unfinished requests"):
+        engine.drop(0)
+    assert engine.halt(waiting[0].id, carries_kv=False) is None, "it does not migrate now"
+    assert engine.abort([waiting[0].id]) == {waiting[0].id: 4}
+    engine.end_episode(waiting[1].id)
+    assert [len(answer.token_ids) for answer in run(engine)] == [4]
+
+
+def test_a_stop_string_is_found_in_the_current_turn_only(make: Make, tmp_path: Path) -> None:
+    """Tokens count on from the length of the prompt at the fake server: the second turn begins with "n"."""
+    engine, _ = make()
+    save_character_tokenizer(tmp_path / "model", TEXT)
+    engine.load(0, version_weights(0))
+    request = make_request(0, max_tokens=30, max_turn_tokens=12, stop_strings=("kl", "mn", "no"))
+    engine.submit([request])
+    turn = next_turn(engine)
+    assert ("".join(TEXT[token] for token in turn.token_ids), turn.finish_reason) == ("jkl", "stop")
+    engine.continue_episode(request.id, [TEXT.index("m")])
+    turn = next_turn(engine)
+    assert ("".join(TEXT[token] for token in turn.token_ids), turn.finish_reason) == ("no", "stop")
+
+
+def test_an_episode_that_has_migrated_in_its_second_turn_ends_that_turn(make: Make, tmp_path: Path) -> None:
+    """The destination finds the begin of the turn behind the last observation."""
+    source, server = make()
+    source.load(0, version_weights(0))
+    request = make_request(0, max_tokens=20, max_turn_tokens=6)
+    source.submit([request])
+    first = next_turn(source)
+    source.continue_episode(request.id, [7, 8])
+    server.faults["holds"] = True
+    driver, destination = MigrationDriver(tmp_path), make()[0]
+    destination.load(0, version_weights(0))
+    while source.progress()[request.id] < 9:
+        source.step()
+    replies = driver.migrate(request, source, destination)
+    assert any(isinstance(reply, ImportFinished) for reply in replies)
+    second = next_turn(destination)
+    assert (len(second.token_ids), second.finish_reason, second.num_left) == (6, "turn_length", 6)
+    destination.end_episode(request.id)
+    (answer,) = run(destination)
+    assert answer.token_ids.tolist() == [*first.token_ids, 7, 8, *second.token_ids]
 
 
 # rejections

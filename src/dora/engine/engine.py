@@ -55,7 +55,15 @@ from dora.engine.messages import (
     StartExport,
     TurnFinished,
 )
-from dora.engine.request import Completion, EngineError, PromptKey, Request, SamplingParams, Sequence
+from dora.engine.request import (
+    Completion,
+    EngineError,
+    PromptKey,
+    Request,
+    SamplingParams,
+    Sequence,
+    check_observation,
+)
 from dora.engine.runner import ModelRunner, PrefillInput
 from dora.engine.scheduler import PrefillChunk, RequestStatus, Scheduler, SchedulerOutput
 from dora.model.config import ModelConfig
@@ -414,18 +422,7 @@ class Engine:
         """
         request = self._request_between_turns(request_id)
         num_left = request.sampling.max_tokens - self.progress()[request_id]
-        if not 1 <= len(token_ids) < num_left:
-            raise EngineError(
-                f"request {request_id}: an observation has {len(token_ids)} tokens; it needs from 1 to "
-                f"{num_left - 1}, because {num_left} of max_tokens are left for it and another turn; end the "
-                "episode or raise max_tokens"
-            )
-        if not 0 <= min(token_ids) <= max(token_ids) < self._config.vocab_size:
-            last = self._config.vocab_size - 1
-            raise EngineError(
-                f"request {request_id}: an observation has token ids outside 0..{last}; "
-                "use the model's own tokenizer"
-            )
+        check_observation(request_id, token_ids, num_left, self._config.vocab_size)
         self._scheduler.set_observation(request_id, [*token_ids])
 
     def end_episode(self, request_id: RequestId) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -180,3 +180,23 @@ _COLUMN_DTYPES = {
     "unfiltered_logprobs": np.float32,
     "raw_logprobs": np.float32,
 }
+
+
+def check_observation(
+    request_id: RequestId, token_ids: Collection[int], num_left: int, vocab_size: int
+) -> None:
+    """Raises EngineError for an observation that is empty, too long or has unknown token ids.
+
+    `num_left` tokens of the request's max_tokens are left for it and at least one token of another turn.
+    """
+    if not 1 <= len(token_ids) < num_left:
+        raise EngineError(
+            f"request {request_id}: an observation has {len(token_ids)} tokens; it needs from 1 to "
+            f"{num_left - 1}, because {num_left} of max_tokens are left for it and another turn; end the "
+            "episode or raise max_tokens"
+        )
+    if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        raise EngineError(
+            f"request {request_id}: an observation has token ids outside 0..{vocab_size - 1}; "
+            "use the model's own tokenizer"
+        )

@@ -3,7 +3,8 @@
 A subclass implements the calls of one kind of server. One thread reads each response. The server holds one
 version at a time, unless the subclass supports several, and its weights change only while it generates
 nothing. Running requests migrate: the tokens generated so far become part of the prompt, which the server
-prefills unless it imports the KV.
+prefills unless it imports the KV. So does the next turn of an episode, of which the server's prefix cache
+has most.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from dora.engine.messages import (
     MigrationReply,
     ReserveMigration,
     StartExport,
+    TurnFinished,
 )
-from dora.engine.request import Completion, EngineError, Request
+from dora.engine.request import Completion, EngineError, Request, check_observation
 from dora.errors import RunError
 from dora.model.pretrained import load_config
 from dora.model.weights import WeightLayout
@@ -82,6 +84,10 @@ class ServerRequest:
     halting_since_s: float = 0.0
     is_halted: bool = False  # and its response has ended
     kv_folder: Path | None = None  # the KV that the server imports
+    # Of an episode:
+    turn_start: int = 0  # number of the current turn's first token
+    num_observed: int = 0  # observation tokens before this turn, if the server has read those before them
+    turn_reason: str = ""  # why its last turn has ended; it then waits for an observation
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -91,7 +97,18 @@ class ServerRequest:
     @property
     def max_tokens(self) -> int:
         """How many tokens the server may generate."""
-        return self.request.sampling.max_tokens - self.num_prefix_tokens
+        sampling = self.request.sampling
+        turn_tokens = sampling.max_turn_tokens or sampling.max_tokens
+        return min(self.turn_start + turn_tokens, sampling.max_tokens) - self.num_prefix_tokens
+
+    @property
+    def turn_ids(self) -> list[int]:
+        """The tokens of the current turn so far."""
+        return self.token_ids[self.turn_start :]
+
+    @property
+    def is_generating(self) -> bool:
+        return not self.is_halted and not self.turn_reason
 
 
 class HttpEngine(ABC):
@@ -124,6 +141,7 @@ class HttpEngine(ABC):
         self._open_streams: set[ServerRequest] = set()  # for which the server may still generate
         self._events: queue.SimpleQueue[tuple[ServerRequest, Any]] = queue.SimpleQueue()
         self._completions: list[Completion] = []
+        self._finished_turns: list[TurnFinished] = []
         self._migrator = ServerMigrator(self)
         self._kv: KVExchange | None = None  # set by a subclass whose server exports KV
         self._last_event_s = 0.0
@@ -186,7 +204,8 @@ class HttpEngine(ABC):
 
     @property
     def can_step(self) -> bool:
-        return not self._is_paused and bool(self._running or self._waiting or self._completions)
+        is_active = any(not running.turn_reason for running in self._running.values())
+        return not self._is_paused and bool(is_active or self._waiting or self._completions)
 
     def load(self, version: int, source: Tensor) -> str:
         dtype = str(source.dtype).removeprefix("torch.")
@@ -245,7 +264,7 @@ class HttpEngine(ABC):
         aborted = {id: len(self._running[id].token_ids) if id in self._running else 0 for id in own}
         self._waiting = deque(request for request in self._waiting if request.id not in aborted)
         popped = [running for id in aborted if (running := self._running.pop(id, None))]
-        self._abort_streams([running for running in popped if not running.is_halted])
+        self._abort_streams([running for running in popped if running.is_generating])
         for running in popped:
             self._withdraw_export(running)
         return aborted
@@ -277,7 +296,7 @@ class HttpEngine(ABC):
         began_s = time.monotonic()
         self.server.check_alive()
         self._start_waiting()
-        num_streams = sum(not running.is_halted for running in self._running.values())
+        num_streams = sum(running.is_generating for running in self._running.values())
         self._handle_events(num_streams, MIGRATING_WAIT_S if self.num_migrations else STEP_WAIT_S)
         self.busy_row_s += num_streams * (time.monotonic() - began_s)
         if num_streams and began_s - self._last_event_s > self._silence_s:
@@ -291,6 +310,36 @@ class HttpEngine(ABC):
     def close(self) -> None:
         """Stop a server that was started here."""
         self.server.stop()
+
+    # SupportsEpisodes
+
+    def pop_finished_turns(self) -> list[TurnFinished]:
+        finished, self._finished_turns = self._finished_turns, []
+        return finished
+
+    def continue_episode(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
+        """Raises EngineError as `dora.engine.engine.Engine.continue_episode`."""
+        running = self._between_turns(request_id)
+        num_left = running.request.sampling.max_tokens - len(running.token_ids)
+        check_observation(request_id, token_ids, num_left, self._config.vocab_size)
+        unknown = [math.nan] * len(token_ids)
+        running.token_ids += token_ids
+        running.logprobs += unknown
+        running.raw_logprobs += unknown
+        running.turn_start = len(running.token_ids)
+        self._start_stream(running, num_observed=len(token_ids))
+
+    def end_episode(self, request_id: RequestId) -> None:
+        """Raises EngineError if the request does not wait for an observation here."""
+        running = self._between_turns(request_id)
+        del self._running[request_id]
+        self._completions.append(self._completion(running, running.turn_reason))
+
+    def _between_turns(self, request_id: RequestId) -> ServerRequest:
+        running = self._running.get(request_id)
+        if running is None or not running.turn_reason:
+            raise EngineError(f"request {request_id} does not wait for an observation; nothing was appended")
+        return running
 
     # SupportsMigration
 
@@ -329,7 +378,7 @@ class HttpEngine(ABC):
         return next((request for request in self._waiting if request.id == request_id), None)
 
     def reason_to_reject_import(self, request: Request) -> str:
-        num_users = len(self._running) + len(self._waiting) + self._migrator.num_reserved
+        num_users = self._num_rows + len(self._waiting) + self._migrator.num_reserved
         if reason := self._reason_to_reject(request):
             return reason
         return f"all {self._max_rows} rows are in use" if num_users >= self._max_rows else ""
@@ -342,12 +391,16 @@ class HttpEngine(ABC):
 
     def resume_imported(self, request: Request, output: PartialOutput, kv: ExportedKV | None) -> None:
         unfiltered, raw = output.logprobs.astype(float)[:, 1:3].T.tolist()
-        running = ServerRequest(request, "", output.token_ids.tolist(), unfiltered, raw)
+        observed = np.flatnonzero(np.isnan(output.logprobs[:, 1]))
+        turn_start = int(observed[-1]) + 1 if observed.size else 0
+        running = ServerRequest(
+            request, "", output.token_ids.tolist(), unfiltered, raw, turn_start=turn_start
+        )
         self._start_stream(running, None if kv is None or self._kv is None else self._kv.claim(kv))
 
     def halt(self, request_id: RequestId, carries_kv: bool) -> HaltedRequest | None:
         """A request for which the server has not generated a token yet is not halted."""
-        if (running := self._running.get(request_id)) is None:
+        if (running := self._running.get(request_id)) is None or running.turn_reason:
             return None
         has_token = len(running.token_ids) > running.num_prefix_tokens
         if has_token and not running.is_halting and not running.is_stopped:
@@ -402,13 +455,20 @@ class HttpEngine(ABC):
         """Send waiting requests to the server while rows are free."""
         if not self._running:
             self._last_event_s = time.monotonic()
-        while self._waiting and len(self._running) + self._migrator.num_reserved < self._max_rows:
+        while self._waiting and self._num_rows + self._migrator.num_reserved < self._max_rows:
             self._start_stream(ServerRequest(self._waiting.popleft(), ""))
 
-    def _start_stream(self, previous: ServerRequest, kv_folder: Path | None = None) -> None:
+    @property
+    def _num_rows(self) -> int:
+        """Requests at the server. An episode between two turns is not there."""
+        return sum(not running.turn_reason for running in self._running.values())
+
+    def _start_stream(
+        self, previous: ServerRequest, kv_folder: Path | None = None, num_observed: int = 0
+    ) -> None:
         """Send the prompt and the tokens so far to the server, and read the response in a thread.
 
-        The server imports their KV from `kv_folder`.
+        The server imports their KV from `kv_folder`. It has not read the last `num_observed` tokens.
         """
         running = ServerRequest(  # a new object, so that late events of the previous response are ignored
             previous.request,
@@ -418,6 +478,8 @@ class HttpEngine(ABC):
             previous.raw_logprobs,
             num_prefix_tokens=len(previous.token_ids),
             kv_folder=kv_folder,
+            turn_start=previous.turn_start,
+            num_observed=num_observed,
         )
         self._running[running.request.id] = running
         if not self._open_streams:
@@ -449,15 +511,16 @@ class HttpEngine(ABC):
             elif (num_prefilled := self._num_prefilled(event)) is not None:
                 self._on_prefilled(running, num_prefilled)
                 continue
-            if self._running.get(running.request.id) is running and not running.is_halted:
+            if self._running.get(running.request.id) is running and running.is_generating:
                 self._handle_event(running, event)
 
     def _on_prefilled(self, running: ServerRequest, num_tokens: int) -> None:
-        """With imported KV the server computes the last token only."""
+        """With KV from before, the server computes only one token, and an observation."""
         if running.kv_folder is not None:
             assert self._kv is not None
             self._kv.remove(running.kv_folder)
-            self.num_recomputed += num_tokens - 1
+        if running.kv_folder is not None or running.num_observed:
+            self.num_recomputed += max(0, num_tokens - 1 - running.num_observed)
 
     def _handle_event(self, running: ServerRequest, event: Any) -> None:
         """Raises RunError if the response has failed or has another form."""
@@ -488,10 +551,11 @@ class HttpEngine(ABC):
         """Add the tokens up to the end of the first stop string, and count the others."""
         num_kept = 0 if running.is_stopped else len(token_ids)
         if (stops := running.request.sampling.stop_strings) and not running.is_stopped:
-            text_ids = np.array([*running.token_ids, *token_ids], np.int64)
-            for end in range(len(running.token_ids) + 1, len(text_ids) + 1):
+            num_before = len(running.turn_ids)
+            text_ids = np.array([*running.turn_ids, *token_ids], np.int64)
+            for end in range(num_before + 1, len(text_ids) + 1):
                 if ends_with_stop_string(self._detokenize, text_ids[:end], stops):
-                    running.is_stopped, num_kept = True, end - len(running.token_ids)
+                    running.is_stopped, num_kept = True, end - num_before
                     break
         kept = logprobs[:num_kept]  # the server sends one log-prob for each token
         is_raw = running.request.sampling.temperature in (0.0, 1.0)
@@ -515,14 +579,26 @@ class HttpEngine(ABC):
                 f"response was generated by {last.weight_spans}; let no other client change the server's "
                 "weights"
             )
-        is_early = reason == "length" and len(running.token_ids) < request.sampling.max_tokens
+        is_early = reason == "length" and num_generated < running.max_tokens
         if (is_aborted or (is_early and running.is_halting)) and not running.is_stopped:
             running.is_halted = True
             return
         self._withdraw_export(running)
-        del self._running[request.id]
+        reason = "stop" if running.is_stopped else str(reason)
+        if request.sampling.max_turn_tokens:
+            self._finish_turn(running, reason)
+        else:
+            del self._running[request.id]
+            self._completions.append(self._completion(running, reason))
         self._migrator.fail_export(request.id, "the request finished before it was exported")
-        self._completions.append(self._completion(running, "stop" if running.is_stopped else str(reason)))
+
+    def _finish_turn(self, running: ServerRequest, reason: str) -> None:
+        num_left = running.request.sampling.max_tokens - len(running.token_ids)
+        running.turn_reason = "turn_length" if reason == "length" and num_left else reason
+        running.is_halting = False
+        logprobs = running.logprobs[running.turn_start :]
+        turn = TurnFinished(running.request.id, running.turn_ids, running.turn_reason, num_left, logprobs)
+        self._finished_turns.append(turn)
 
     @cached_property
     def _detokenize(self) -> Detokenize:

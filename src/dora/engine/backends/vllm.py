@@ -90,7 +90,7 @@ SLOT_FLAGS = (
     *("--worker-cls", "dora_vllm_versions.VersionsWorker"),
     *("--scheduler-cls", "dora_vllm_versions.VersionScheduler"),
 )
-CPU_FLAGS = ("--enforce-eager",)
+CPU_FLAGS = ("--enforce-eager", "--block-size", "32")  # by default a block has 128 tokens
 IN_PROCESS = ("--distributed-executor-backend", "dora_vllm_executor.InProcessExecutor")
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # else it compiles C++ for a part of the sampler
@@ -105,6 +105,7 @@ class Vllm(HttpEngine):
     capabilities = Capabilities(
         max_versions=None,
         decode_only=2,
+        episodes=True,
         stop_strings=True,
         pauses=True,
         migrates_without_kv=True,
@@ -250,8 +251,10 @@ class Vllm(HttpEngine):
         running = [running for id, running in self._running.items() if id in self._prioritized]
         self.server.call(DECODE_ONLY_PATH, {"request_ids": [*map(_id_at_server, running)]})
 
-    def _start_stream(self, previous: ServerRequest, kv_folder: Path | None = None) -> None:
-        super()._start_stream(previous, kv_folder)
+    def _start_stream(
+        self, previous: ServerRequest, kv_folder: Path | None = None, num_observed: int = 0
+    ) -> None:
+        super()._start_stream(previous, kv_folder, num_observed)
         if previous.request.id in self._prioritized:
             self._send_decode_only()
 
