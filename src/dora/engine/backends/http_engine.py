@@ -534,6 +534,7 @@ class HttpEngine(ABC):
         except (KeyError, TypeError, ValueError):
             raise RunError(
                 f"request {running.request.id}: {self.server} sent an unknown event: {event}"
+                f"{self.server.first_logged_error()}"
             ) from None
         if len(delta.token_ids) != len(delta.logprobs):
             raise RunError(

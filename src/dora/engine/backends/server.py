@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from dora.errors import ConfigError, RunError
 CALL_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 600.0
 _POLL_INTERVAL_S = 0.2
-_NUM_LOG_LINES = 100  # of the server's output, in the error if it does not start
+_NUM_LOG_LINES = 300  # of the server's output, in the error if it does not start
 _MAX_ERROR_CHARS = 2000  # of a response with an error status
 _HERE = Path(__file__).parent
 
@@ -51,10 +52,18 @@ class EngineServer:
     """A running server. Any thread may call it: each call has its own connection."""
 
     def __init__(
-        self, kind: ServerKind, url: str, auth_token: str, process: subprocess.Popen[bytes] | None = None
+        self,
+        kind: ServerKind,
+        url: str,
+        auth_token: str,
+        process: subprocess.Popen[bytes] | None = None,
+        log_lines: Iterable[str] = (),
     ) -> None:
-        """`process`: its parent, if the server was started here. Raises ConfigError if `url` is malformed."""
-        self.kind, self.url, self.auth_token = kind, url, auth_token
+        """`process`: its parent, if the server was started here; `log_lines`: its last output.
+
+        Raises ConfigError if `url` is malformed.
+        """
+        self.kind, self.url, self.auth_token, self._log_lines = kind, url, auth_token, log_lines
         (self._host, self._port), self._process = _parse_url(url), process
 
     def call(self, path: str, body: JsonBody | None = None, timeout_s: float = CALL_TIMEOUT_S) -> Any:
@@ -85,6 +94,12 @@ class EngineServer:
         if self._process is not None and self._process.poll() is not None:
             raise self._lost("its process has exited")
 
+    def first_logged_error(self) -> str:
+        """The cause of a failure: the first exception in its last output, or an empty string."""
+        errors = (line for line in [*self._log_lines] if re.search(r"\b[A-Z]\w+Error\b", line))
+        found = next((line for line in errors if "WARNING" not in line), "")
+        return f" (its log: {found.strip()})" if found else ""
+
     def stop(self) -> None:
         """Stop a server that was started here, with all its processes."""
         if self._process is not None:
@@ -112,7 +127,7 @@ class EngineServer:
         return response
 
     def _lost(self, why: str) -> RunError:
-        return RunError(f"{self} at {self.url} does not answer ({why})")
+        return RunError(f"{self} at {self.url} does not answer ({why}){self.first_logged_error()}")
 
     def __str__(self) -> str:
         return f"the {self.kind.name} server"
@@ -159,7 +174,7 @@ def start_server(
         assert process.stdout is not None
         log_lines: deque[str] = deque(maxlen=_NUM_LOG_LINES)
         threading.Thread(target=_drain_output, args=(process.stdout, log_lines), daemon=True).start()
-        server = EngineServer(kind, f"http://127.0.0.1:{port}", auth_token, process)
+        server = EngineServer(kind, f"http://127.0.0.1:{port}", auth_token, process, log_lines)
         _wait_until_ready(server, process, log_lines)
     return server
 
