@@ -114,6 +114,12 @@ class ModelConfig:
         return tuple(i for i in range(self.num_hidden_layers) if (i + 1) % step == 0 and i not in dense)
 
     @property
+    def linear_names(self) -> tuple[str, ...]:
+        """The last parts of the names of the linear layers, without the head and the experts of a mixture."""
+        attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+        return attention if self.moe_layers else (*attention, "gate_proj", "up_proj", "down_proj")
+
+    @property
     def num_kv_layers(self) -> int:
         """Layers of a KV pool: those of the decoder, and extra ones for the experts of each token (int16)."""
         num_bytes = 2 * len(self.moe_layers) * self.num_experts_per_tok
@@ -181,11 +187,13 @@ class TransformersConfig(ModelConfig):
     """The shape of a causal language model that transformers computes.
 
     `source` is the text of its `config.json`, `shapes` are its tensors by transformers' name, in the order of
-    the flat buffer. The router of a mixture of experts is its own, so `moe_layers` is empty.
+    the flat buffer. The router of a mixture of experts is its own, so `moe_layers` is empty. `linears` are
+    the last parts of the names of its linear layers, without the head.
     """
 
     source: str = "{}"
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    linears: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """transformers validates the values."""
@@ -193,6 +201,10 @@ class TransformersConfig(ModelConfig):
     @property
     def moe_layers(self) -> tuple[int, ...]:
         return ()
+
+    @property
+    def linear_names(self) -> tuple[str, ...]:
+        return self.linears
 
     @property
     def num_kv_layers(self) -> int:

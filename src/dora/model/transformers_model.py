@@ -76,7 +76,15 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> TransformersConfig:
         num_experts_per_tok=int(_value(config, "num_experts_per_tok", 0)),
         source=source,
         shapes=tuple((name, tuple(tensors[name].shape)) for name in dict.fromkeys(names.values())),
+        linears=_linear_names(model),
     )
+
+
+def _linear_names(model: Any) -> tuple[str, ...]:
+    """The last parts of the names of linear layers; routers, which may be subclasses, compute more."""
+    head = model.get_output_embeddings()
+    linears = (name for name, x in model.named_modules() if type(x) is nn.Linear and x is not head)
+    return tuple(dict.fromkeys(name.rpartition(".")[2] for name in linears))
 
 
 def _value(config: Any, key: str, default: Any) -> Any:
