@@ -18,13 +18,17 @@ from dora.runtime.run_setup import RunSetup
 
 
 def test_the_guarantees_hold_for_another_family_when_an_engine_crashes(tmp_path: Path) -> None:
+    """The trainer has two ranks and a critic."""
     out = tmp_path / "run"
     run = Run(
         other_family_task(tmp_path),
         out,
-        run__steps=6,
+        run__steps=4,
         eval__path=tmp_path / "prompts.jsonl",
         eval__num_prompts=4,
+        trainer__num_ranks=2,
+        algorithm__adv_estimator="gae",
+        algorithm__filter_groups="false",
         **FITTING,
     )
     try:
@@ -37,9 +41,9 @@ def test_the_guarantees_hold_for_another_family_when_an_engine_crashes(tmp_path:
     audit = dora("audit", out, "--deep", "4")
     assert audit.code == 0, audit.out
     steps = metrics(out)
-    assert len(steps) == 6
+    assert len(steps) == 4
     assert max(step["mismatch/logprob_abs_diff_max"] for step in steps) < 1e-4
-    saved = AutoModelForCausalLM.from_pretrained(out / "checkpoints" / "step-6")
+    saved = AutoModelForCausalLM.from_pretrained(out / "checkpoints" / "step-4")
     started = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
     assert type(saved) is type(started)
     trained, initial = saved.state_dict(), started.state_dict()
@@ -66,8 +70,6 @@ def test_transformers_trains_what_the_own_engines_generate(tmp_path: Path, start
             {"trainer.lora_rank": "2", "trainer.lora_targets": "['q_proj', 'qkv_proj']"},
             "trainer.lora_targets names qkv_proj: .* gemma3_text .* are q_proj, .*name some of these",
         ),
-        ({"trainer.num_ranks": "2"}, "trainer.num_ranks > 1 with .* only DORA-RL's decoder"),
-        ({"algorithm.adv_estimator": "gae"}, "algorithm.adv_estimator = gae with .* only DORA-RL's decoder"),
     ],
 )
 def test_what_another_family_cannot_be_combined_with_is_rejected_early(

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dora.errors import ModelError
@@ -176,6 +176,10 @@ class ModelConfig:
             "dtype": "float32",
         }
 
+    def without_head(self) -> ModelConfig:
+        """The shape without the tensors of the vocabulary's head, except for a tied embedding."""
+        return replace(self, tie_word_embeddings=True)
+
     def digest(self) -> str:
         """Digest (32 hex digits) of the shape, which models must share to use each other's KV."""
         content = json.dumps(self.to_dict(), sort_keys=True).encode()
@@ -188,12 +192,15 @@ class TransformersConfig(ModelConfig):
 
     `source` is the text of its `config.json`, `shapes` are its tensors by transformers' name, in the order of
     the flat buffer. The router of a mixture of experts is its own, so `moe_layers` is empty. `linears` are
-    the last parts of the names of its linear layers, without the head.
+    the last parts of the names of its linear layers, without the head. `shares_layers`: several layers have
+    the same weights. The tensors of the `backbone` have this prefix, the others are the head.
     """
 
     source: str = "{}"
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     linears: tuple[str, ...] = ()
+    shares_layers: bool = False
+    backbone: str = "model"
 
     def __post_init__(self) -> None:
         """transformers validates the values."""
@@ -219,6 +226,10 @@ class TransformersConfig(ModelConfig):
         return sum(size * (share if ".experts." in name else 1.0) for name, size in sizes.items()) - sum(
             sizes[name] for name in ends
         )
+
+    def without_head(self) -> ModelConfig:
+        shapes = ((name, shape) for name, shape in self.shapes if name.startswith(f"{self.backbone}."))
+        return replace(self, shapes=tuple(shapes))
 
     def to_dict(self) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(self.source)

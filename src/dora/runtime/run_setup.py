@@ -94,16 +94,11 @@ def check_implementation(config: Config, model: ModelConfig) -> None:
             f"trainer.model = transformers with {kind}: DORA-RL's decoder trains its experts one by one; set "
             "trainer.model = auto"
         )
-    conflicts = {
-        "trainer.num_ranks > 1": trainer.num_ranks > 1,
-        "algorithm.adv_estimator = gae": config.algorithm.adv_estimator == "gae",
-    }
-    if is_foreign or trainer.model == "transformers":
-        for conflict in (key for key, is_set in conflicts.items() if is_set):
-            raise ConfigError(
-                f"{conflict} with {kind}, which transformers computes in the trainer: only DORA-RL's decoder "
-                "supports this; remove it, or use a Llama, Qwen2 or Qwen3 with trainer.model = auto"
-            )
+    if isinstance(model, TransformersConfig) and model.shares_layers and trainer.num_ranks > 1:
+        raise ConfigError(
+            f"trainer.num_ranks = {trainer.num_ranks}: layers of {kind} share weights, and ranks gather one "
+            "layer at a time; set trainer.num_ranks = 1"
+        )
 
 
 def check_critic(config: Config, policy: ModelConfig) -> None:
@@ -155,12 +150,13 @@ def check_fit(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> None:
             f"sampling.stop_token_ids = {stop_ids}: with the model's {num_own} end tokens they are "
             f"{num_own + len(stop_ids)}; engines support at most {MAX_STOP_IDS}; name fewer"
         )
-    unknown = {*config.trainer.lora_targets} - {ALL_LINEAR, *model.linear_names}
-    if config.trainer.lora_rank and (unknown or not model.linear_names):
+    known = model.linear_names
+    unknown_targets = {*config.trainer.lora_targets} - {ALL_LINEAR, *known}
+    if config.trainer.lora_rank and (unknown_targets or not known):
         raise ConfigError(
-            f"trainer.lora_targets names {', '.join(sorted(unknown)) or ALL_LINEAR}: the layers of this "
-            f"{model.model_type} model that can have adapters are {', '.join(model.linear_names) or 'none'}; "
-            f"{'name some of these' if model.linear_names else 'set trainer.lora_rank = 0'}"
+            f"trainer.lora_targets names {', '.join(sorted(unknown_targets)) or ALL_LINEAR}: the layers of "
+            f"this {model.model_type} model that can have adapters are {', '.join(known) or 'none'}; "
+            f"{'name some of these' if known else 'set trainer.lora_rank = 0'}"
         )
     if config.trainer.routing_replay and not model.moe_layers:
         reason = (
