@@ -44,6 +44,7 @@ def test_lm_eval_and_peft_load_a_checkpoint(kind: str, tmp_path: Path, start_run
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(900)  # vLLM takes minutes to import on busy cores
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
 def test_vllm_loads_a_checkpoint_and_its_adapter(kind: str, tmp_path: Path, start_run: StartRun) -> None:
     """Greedy responses are those of transformers. vLLM's attention on a CPU needs heads of 32."""
