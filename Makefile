@@ -7,6 +7,7 @@
 # make test-notebooks  install Optuna and Jupyter's kernel in an environment of their own, and run the notebook
 #   and the sweep of the examples
 # make dash   install, and look at the newest run, or at RUN=DIR
+# make dist   build the wheel of the release that the tag of this commit names, in dist
 # make docs   install what makes the site, and write it to build/site
 # PYTHON=python3.12 names the interpreter, TORCH_INDEX=URL the index torch is taken from,
 # CONSTRAINTS=FILE other pins than those for a CPU, VENV=DIR where the environment lies.
@@ -28,7 +29,7 @@ export OMP_NUM_THREADS := 1
 # Hundreds of processes import the same modules: compile each once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-agents test-loaders test-notebooks test-vllm test-sglang dash docs
+.PHONY: demo test test-agents test-loaders test-notebooks test-vllm test-sglang dash dist docs
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -51,6 +52,7 @@ test-notebooks: $(VENV)/.installed-dev $(VENV)-notebooks/.installed
 	NOTEBOOKS_PYTHON=$(abspath $(VENV)-notebooks)/bin/python $(BIN)/pytest -m notebooks -rs
 
 test-vllm: $(VENV)/.installed-dev
+	VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/pytest -m vllm -rs
 	$(BIN)/python benchmarks/vllm_fleet.py --quick --vllm-python $(VLLM_PYTHON)
 
 test-sglang: $(VENV)/.installed-dev
@@ -59,6 +61,12 @@ test-sglang: $(VENV)/.installed-dev
 dash: RUN = $(firstword $(shell ls -td runs/*/ 2>/dev/null) runs)
 dash: $(VENV)/.installed
 	$(BIN)/dora dash $(RUN)
+
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/dora/__init__.py)
+dist: $(VENV)/.created
+	@test "$$(git describe --tags --exact-match 2>/dev/null)" = v$(VERSION) || { \
+	  echo "dora.__version__ is $(VERSION), and this commit has no tag v$(VERSION); try: git tag v$(VERSION)" >&2; exit 1; }
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/python -m docs.making.tables

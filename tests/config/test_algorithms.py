@@ -52,7 +52,6 @@ def test_an_unclipped_loss_on_stale_samples_is_refused_with_reason_and_remedy(fi
             "trainer.offload_optimizer has no effect with trainer.lora_rank",
         ),
         (["trainer.lora_rank=4", "trainer.lora_targets=[]"], "trainer.lora_targets = []: list should have"),
-        (["trainer.lora_rank=4", "trainer.lora_targets=['qkv']"], "input should be 'q_proj', 'k_proj'"),
         (
             [*RECOMPUTED, "trainer.aux_workers=['proximal']", "engine.dtype=bfloat16"],
             "trainer.aux_workers = proximal with engine.dtype = bfloat16 and trainer.dtype = float32",

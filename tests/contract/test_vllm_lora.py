@@ -58,7 +58,7 @@ def engine_at(url: str, folder: Path, rank: int = RANK) -> VllmLora:
 @pytest.mark.parametrize("version", [0, 1, 2])
 def test_base_and_adapter_add_up_to_the_published_weights(version: int) -> None:
     layout, flat = WeightLayout(CONFIG), version_weights(0)
-    adapter, views = lora_adapter(layout, flat, lora_weights(version), RANK), layout.views(flat.clone())
+    adapter, views = lora_adapter(CONFIG, flat, lora_weights(version), RANK), layout.views(flat.clone())
     for name in (name for name in adapter if name.endswith("lora_A.weight")):
         a, b = adapter[name], adapter[name.replace("lora_A", "lora_B")]
         assert a.shape[0] == b.shape[1] == RANK

@@ -90,3 +90,12 @@ def test_a_family_of_the_own_decoder_stays_with_it(tmp_path: Path) -> None:
     assert isinstance(load_config(tmp_path), TransformersConfig)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": None}))
     assert type(load_config(tmp_path)) is ModelConfig
+
+
+def test_adapters_are_for_linear_layers_without_head_and_routers(tmp_path: Path) -> None:
+    found = {kind: load_config(save_tiny(kind, tmp_path / kind)).linear_names for kind in FAMILIES}
+    llama = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert found["gemma3_text"] == found["llama4_text"] == llama
+    assert found["phi"] == ("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2")
+    assert {*found["phi3"]} == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    assert found["gpt_oss"] == llama[:4]

@@ -66,11 +66,14 @@ def test_a_run_uses_sampling_filters_stop_strings_and_routes(mixture_task: Path,
 
 
 def test_experts_cannot_have_adapters(mixture_task: Path) -> None:
-    with pytest.raises(ConfigError, match="gate_proj, up_proj: experts of a mixture have no"):
-        RunSetup.make(read_config(mixture_task, ["trainer.lora_rank=2"]), mixture_task.parent / "run")
-    attention = ["trainer.lora_rank=2", "trainer.lora_targets=['q_proj']"]
-    setup = RunSetup.make(read_config(mixture_task, attention), mixture_task.parent / "run")
-    assert setup.lora == LoraSettings(2, 32.0, ("q_proj",))
+    def setup(targets: str) -> RunSetup:
+        changes = ["trainer.lora_rank=2", f"trainer.lora_targets={targets}"]
+        return RunSetup.make(read_config(mixture_task, changes), mixture_task.parent / "run")
+
+    with pytest.raises(ConfigError, match=r"names up_proj: .* adapters are q_proj, k_proj, v_proj, o_proj; "):
+        setup("['q_proj', 'up_proj']")
+    assert setup("['q_proj']").lora == LoraSettings(2, 32.0, ("q_proj",))
+    assert setup("all-linear").lora == LoraSettings(2, 32.0, ("q_proj", "k_proj", "v_proj", "o_proj"))
 
 
 @pytest.mark.parametrize(

@@ -3,45 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tests.model.transformers_families import FAMILIES, SHAPE
 from tests.runs.conftest import StartRun
+from tests.runs.other_families import FITTING, other_family_task
 from tests.runtime.running import Run, dora, metrics
-from tests.runtime.tiny import CHARACTERS, write_task
-from transformers import AutoConfig, AutoModelForCausalLM
+from tests.runtime.tiny import write_task
+from transformers import AutoModelForCausalLM
 
 from dora.config.load import read_config
 from dora.errors import ConfigError
 from dora.runtime.run_setup import RunSetup
 
-FITTING: dict[str, Any] = {"engine__backend": "transformers", "orchestrator__placement": "static"}
-
-
-def gemma_task(folder: Path) -> Path:
-    """The tiny task with a Gemma 3 of a sliding window, without settings of the own engine."""
-    path = write_task(folder)
-    text = path.read_text().replace('kernels = "eager"\n', "").replace('min_step_time = "10ms"\n', "")
-    path.write_text(text)
-    for old in (folder / "start").glob("model*"):
-        old.unlink()
-    torch.manual_seed(0)
-    shape = {**SHAPE, **FAMILIES["gemma3_text"], "vocab_size": len(CHARACTERS) + 1}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3_text", **shape))
-    model.float().save_pretrained(folder / "start")
-    return path
-
 
 def test_the_guarantees_hold_for_another_family_when_an_engine_crashes(tmp_path: Path) -> None:
+    """The trainer has two ranks and a critic."""
     out = tmp_path / "run"
     run = Run(
-        gemma_task(tmp_path),
+        other_family_task(tmp_path),
         out,
-        run__steps=6,
+        run__steps=4,
         eval__path=tmp_path / "prompts.jsonl",
         eval__num_prompts=4,
+        trainer__num_ranks=2,
+        algorithm__adv_estimator="gae",
+        algorithm__filter_groups="false",
         **FITTING,
     )
     try:
@@ -54,9 +41,9 @@ def test_the_guarantees_hold_for_another_family_when_an_engine_crashes(tmp_path:
     audit = dora("audit", out, "--deep", "4")
     assert audit.code == 0, audit.out
     steps = metrics(out)
-    assert len(steps) == 6
+    assert len(steps) == 4
     assert max(step["mismatch/logprob_abs_diff_max"] for step in steps) < 1e-4
-    saved = AutoModelForCausalLM.from_pretrained(out / "checkpoints" / "step-6")
+    saved = AutoModelForCausalLM.from_pretrained(out / "checkpoints" / "step-4")
     started = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
     assert type(saved) is type(started)
     trained, initial = saved.state_dict(), started.state_dict()
@@ -79,8 +66,10 @@ def test_transformers_trains_what_the_own_engines_generate(tmp_path: Path, start
     [
         ({"engine.backend": None}, "engine.backend: DORA-RL's engine does not support .*gemma3_text"),
         ({"trainer.model": "dora"}, "trainer.model = dora: .* set trainer.model = auto"),
-        ({"trainer.num_ranks": "2"}, "trainer.num_ranks > 1 with .* only DORA-RL's decoder"),
-        ({"algorithm.adv_estimator": "gae"}, "algorithm.adv_estimator = gae with .* only DORA-RL's decoder"),
+        (
+            {"trainer.lora_rank": "2", "trainer.lora_targets": "['q_proj', 'qkv_proj']"},
+            "trainer.lora_targets names qkv_proj: .* gemma3_text .* are q_proj, .*name some of these",
+        ),
     ],
 )
 def test_what_another_family_cannot_be_combined_with_is_rejected_early(
@@ -89,4 +78,4 @@ def test_what_another_family_cannot_be_combined_with_is_rejected_early(
     given = {"engine.backend": "transformers", "orchestrator.placement": "static"} | changes
     overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
     with pytest.raises(ConfigError, match=message):
-        RunSetup.make(read_config(gemma_task(tmp_path), overrides), tmp_path / "run")
+        RunSetup.make(read_config(other_family_task(tmp_path), overrides), tmp_path / "run")

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.model.families import CONFIGS, random_weights
+from tests.model.transformers_families import save_tiny
 from tests.trainer.batches import (
     CPU,
     SETTINGS,
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from dora.errors import RunError
 from dora.model.config import ModelConfig
+from dora.model.pretrained import load_pretrained
 from dora.model.weights import WeightLayout
 from dora.trainer.distributed import DistributedLearner, RankGroup, ShardedRank, fsdp_units, read_moments
 from dora.trainer.lora import LoraSettings
@@ -83,12 +85,17 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
 
 
 def make_trainers(
-    group: RankGroup, settings: TrainerSettings, config: ModelConfig = TINY, reference: Tensor | None = None
+    group: RankGroup,
+    settings: TrainerSettings,
+    config: ModelConfig = TINY,
+    reference: Tensor | None = None,
+    flat: Tensor | None = None,
 ) -> tuple[Trainer, Trainer]:
     """A trainer of two ranks and one of one, with the same weights."""
     start: Any = (config, settings)
     group.scatter([start, start])
-    flat = initial() if config is TINY else random_weights(config)
+    if flat is None:
+        flat = initial() if config is TINY else random_weights(config)
     learner = DistributedLearner(group, config, flat.clone(), settings, reference)
     return (
         Trainer(config, flat, settings, learner=learner),
@@ -157,6 +164,27 @@ def test_two_ranks_have_the_gradient_of_one_for_a_mixture_of_experts(group: Rank
     got, expected = two.step(samples()), one.step(samples())
     assert relative_gap(first_moment(two), first_moment(one)) < 1e-5
     assert got["moe/load_imbalance"] == pytest.approx(expected["moe/load_imbalance"])
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora": 2}, {"dtype": "bfloat16"}], ids=["", "lora", "bf16"])
+@pytest.mark.parametrize("kind", ["gemma3_text", "deepseek_v3", "gpt_oss", "phi"])
+def test_two_ranks_train_what_one_trains_of_a_model_of_transformers(
+    group: RankGroup, kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """With a reference policy, and micro-batches in which the ranks have one and two blocks."""
+    config, flat = load_pretrained(save_tiny(kind, tmp_path))
+    if "lora" in changes:
+        changes = {"lora": LoraSettings(rank=2, alpha=6.0, targets=config.linear_names)}
+    settings = replace(EVERY_TERM, **changes)
+    two, one = make_trainers(group, settings, config, flat=flat)
+    batch = samples(13)
+    got, expected = two.step(batch), one.step(batch)
+    tolerance = 0.05 if settings.dtype == "bfloat16" else 1e-4
+    assert got == pytest.approx(expected, rel=tolerance, abs=tolerance)
+    moved = [trainer.flat - load_pretrained(tmp_path)[1] for trainer in (two, one)]
+    assert relative_gap(*moved) < (0.2 if settings.dtype == "bfloat16" else 1e-3)
+    if not settings.lora:
+        assert relative_gap(first_moment(two), first_moment(one)) < tolerance
 
 
 def test_bf16_steps_of_two_ranks_follow_those_of_one(group: RankGroup) -> None:

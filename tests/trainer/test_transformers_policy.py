@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
+from tests.model.families import CONFIGS, random_weights
 from tests.model.transformers_families import FAMILIES, save_tiny
-from tests.trainer.batches import CPU, TINY, first_moment, initial
+from tests.trainer.batches import CPU, first_moment
 from tests.trainer.batches import samples as tiny_samples
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -19,7 +20,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dora.model.pretrained import load_pretrained, save_pretrained
 from dora.model.weights import WeightLayout
-from dora.trainer.lora import LoraSettings
+from dora.trainer.critic import Critic, CriticSettings, ValueLayout, initial_critic_weights
+from dora.trainer.lora import LoraSettings, peft_files
 from dora.trainer.packing import pack
 from dora.trainer.settings import Sample, TrainerSettings
 from dora.trainer.sft import train_sft
@@ -36,6 +38,7 @@ SETTINGS = TrainerSettings(
     logits_chunk_tokens=5,
 )
 TOLERANCE = 1e-4
+ADAPTER = "adapter/adapter_model.safetensors"
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -132,16 +135,49 @@ def test_a_model_in_bfloat16_gets_gradients_in_fp32(folder: Path) -> None:
     assert not torch.equal(gradients[0], gradients[1])
 
 
-def test_adapters_train_without_changing_the_other_weights(tmp_path: Path) -> None:
-    folder = save_tiny("gemma3_text", tmp_path)
+def test_adapters_of_all_linear_layers_are_trained_and_saved_as_peft_names_them(folder: Path) -> None:
     batch = samples(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     config, flat = load_pretrained(folder)
-    before, views = flat.clone(), WeightLayout(config).views(flat)
-    lora = LoraSettings(rank=2, alpha=4.0, targets=("q_proj", "down_proj"))
+    before, views = WeightLayout(config).views(flat.clone()), WeightLayout(config).views(flat)
+    lora = LoraSettings(rank=2, alpha=4.0, targets=config.linear_names)
     trainer = Trainer(config, flat, replace(SETTINGS, lr=1e-2, lora=lora))
     trainer.step(batch)
-    changed = {name for name, old in WeightLayout(config).views(before).items() if not old.equal(views[name])}
-    assert changed == {name for name in views if name.endswith(("q_proj.weight", "down_proj.weight"))}
+    content = peft_files(config, lora, trainer.state_dict()["optimizer"]["adapters"], "")[ADAPTER]
+    assert isinstance(content, bytes)
+    factors = load(content)
+    modules = {name.partition(".lora_")[0] for name in factors}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert modules == {
+        f"base_model.model.{name}"
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and name != "lm_head"
+    }
+    for name, merged in views.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        expected = before[name]
+        if module in modules:
+            b, a = (factors[f"{module}.lora_{factor}.weight"] for factor in "BA")
+            expected = expected + 2.0 * b @ a
+            assert not torch.equal(merged, before[name])
+        torch.testing.assert_close(merged, expected)
+
+
+def test_a_critic_reads_values_from_the_hidden_states_and_learns_the_returns(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config, flat = load_pretrained(folder)
+    settings = CriticSettings(lr=1e-2, num_steps=8, micro_batch_tokens=64, lr_decay="constant")
+    critic = Critic(config, initial_critic_weights(config, flat), settings)
+    head = ValueLayout(config).views(critic.flat)["score.weight"].fill_(0.1)
+    batch = samples(model)
+    for sample, predicted in zip(batch, critic.predict_values(batch), strict=True):
+        tokens = torch.tensor([[*sample.prompt_ids, *sample.token_ids]])
+        hidden = model.model(tokens, use_cache=False).last_hidden_state[0, len(sample.prompt_ids) - 1 : -1]
+        assert predicted.values == pytest.approx((hidden @ head[0]).tolist(), abs=1e-4)
+    losses = []
+    for step in range(8):
+        critic.compute_advantages(batch, [float(s.token_ids[0] < 20) for s in batch])
+        losses.append(critic.update(step)["critic/vf_loss"])
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_supervised_steps_lower_the_loss(folder: Path) -> None:
@@ -151,11 +187,12 @@ def test_supervised_steps_lower_the_loss(folder: Path) -> None:
     assert losses[0] > losses[1] > losses[2]
 
 
-def test_both_implementations_of_an_own_family_train_to_the_same_curve() -> None:
-    curves = []
+@pytest.mark.parametrize("family", ["llama-biased", "qwen2-untied", "qwen3"])
+def test_both_implementations_of_an_own_family_train_to_the_same_curve(family: str) -> None:
+    config, curves = CONFIGS[family], []
     for implementation in ("dora", "transformers"):
         settings = replace(SETTINGS, lr=1e-2, num_steps=6, lr_decay="constant", temperature=1.0)
-        trainer = Trainer(TINY, initial(), replace(settings, model=implementation))
+        trainer = Trainer(config, random_weights(config), replace(settings, model=implementation))
         curves.append([trainer.step(tiny_samples()) for _ in range(6)])
     keys = ("actor/grad_norm", "actor/pg_loss", "actor/entropy")
     own, foreign = ([[step[key] for key in keys] for step in curve] for curve in curves)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic.fields import FieldInfo
@@ -37,11 +37,10 @@ TableName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$")]
 
 UpdatePolicy = Literal["dora", "sync", "one_step", "drain", "partial", "inflight"]
 AuxWorker = Literal["reference", "proximal", "critic"]
-LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LoraTargets = Annotated[
-    list[LoraTarget],
+    list[str],
     Field(min_length=1),
-    BeforeValidator(lambda given: [*get_args(LoraTarget)] if given == "all-linear" else given),
+    BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
 ]
 Trackers = Annotated[
     list[Literal["tensorboard", "wandb", "trackio", "otel"]],
@@ -479,8 +478,9 @@ class TrainerSection(Section):
         default=32.0, gt=0, description="LoRA adapters are scaled by lora_alpha / lora_rank (no unit)."
     )
     lora_targets: LoraTargets = Field(
-        default=[*get_args(LoraTarget)],
-        description='Matrices that get a LoRA adapter (list of names). "all-linear": all of them.',
+        default=["all-linear"],
+        description="Linear layers that get a LoRA adapter (list of names, as q_proj). all-linear: those of "
+        "the model, without its head and the experts of a mixture.",
     )
     routing_replay: bool = Field(
         default=False,

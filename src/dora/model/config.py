@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dora.errors import ModelError
@@ -114,6 +114,12 @@ class ModelConfig:
         return tuple(i for i in range(self.num_hidden_layers) if (i + 1) % step == 0 and i not in dense)
 
     @property
+    def linear_names(self) -> tuple[str, ...]:
+        """The last parts of the names of the linear layers, without the head and the experts of a mixture."""
+        attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+        return attention if self.moe_layers else (*attention, "gate_proj", "up_proj", "down_proj")
+
+    @property
     def num_kv_layers(self) -> int:
         """Layers of a KV pool: those of the decoder, and extra ones for the experts of each token (int16)."""
         num_bytes = 2 * len(self.moe_layers) * self.num_experts_per_tok
@@ -170,6 +176,10 @@ class ModelConfig:
             "dtype": "float32",
         }
 
+    def without_head(self) -> ModelConfig:
+        """The shape without the tensors of the vocabulary's head, except for a tied embedding."""
+        return replace(self, tie_word_embeddings=True)
+
     def digest(self) -> str:
         """Digest (32 hex digits) of the shape, which models must share to use each other's KV."""
         content = json.dumps(self.to_dict(), sort_keys=True).encode()
@@ -181,11 +191,16 @@ class TransformersConfig(ModelConfig):
     """The shape of a causal language model that transformers computes.
 
     `source` is the text of its `config.json`, `shapes` are its tensors by transformers' name, in the order of
-    the flat buffer. The router of a mixture of experts is its own, so `moe_layers` is empty.
+    the flat buffer. The router of a mixture of experts is its own, so `moe_layers` is empty. `linears` are
+    the last parts of the names of its linear layers, without the head. `shares_layers`: several layers have
+    the same weights. The tensors of the `backbone` have this prefix, the others are the head.
     """
 
     source: str = "{}"
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    linears: tuple[str, ...] = ()
+    shares_layers: bool = False
+    backbone: str = "model"
 
     def __post_init__(self) -> None:
         """transformers validates the values."""
@@ -193,6 +208,10 @@ class TransformersConfig(ModelConfig):
     @property
     def moe_layers(self) -> tuple[int, ...]:
         return ()
+
+    @property
+    def linear_names(self) -> tuple[str, ...]:
+        return self.linears
 
     @property
     def num_kv_layers(self) -> int:
@@ -207,6 +226,10 @@ class TransformersConfig(ModelConfig):
         return sum(size * (share if ".experts." in name else 1.0) for name, size in sizes.items()) - sum(
             sizes[name] for name in ends
         )
+
+    def without_head(self) -> ModelConfig:
+        shapes = ((name, shape) for name, shape in self.shapes if name.startswith(f"{self.backbone}."))
+        return replace(self, shapes=tuple(shapes))
 
     def to_dict(self) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(self.source)

@@ -20,7 +20,7 @@ from dora.model.device import uncompiled
 from dora.model.moe import RecordingRouter, Router, expert_weights, mix_experts
 
 Weights = Mapping[str, Tensor]
-LayerRunner = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+LayerRunner = Callable[..., Any]  # of a layer's number, the layer, and its arguments
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -40,6 +40,11 @@ class AttentionFn(Protocol):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, /) -> Tensor: ...
 
 
+def run_layer_once(number: int, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The plain `LayerRunner`."""
+    return layer(*args, **kwargs)
+
+
 def forward(
     weights: Weights,
     config: ModelConfig,
@@ -48,7 +53,7 @@ def forward(
     sin: Tensor,
     attention: Callable[[int], AttentionFn],
     router: Router | None = None,
-    run_layer: LayerRunner = lambda layer, x: layer(x),
+    run_layer: LayerRunner = run_layer_once,
     fuse: Compiler = uncompiled,
 ) -> Tensor:
     """Final hidden states [N, hidden] of packed tokens [N] with the RoPE rows [N, D] of their positions.
@@ -70,7 +75,7 @@ def forward(
 
     x = F.embedding(tokens, weights["model.embed_tokens.weight"]).to(weights["model.norm.weight"].dtype)
     for i in range(config.num_hidden_layers):
-        x = run_layer(partial(layer, i), x)
+        x = run_layer(i, partial(layer, i), x)
     return _norm(weights, "model.norm", x, config.rms_norm_eps)
 
 

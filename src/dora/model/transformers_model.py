@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import lru_cache
@@ -23,9 +23,12 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from dora.errors import ModelError
 from dora.model.config import LENGTH_DEPENDENT_ROPE, ModelConfig, TransformersConfig
+from dora.model.decoder import LayerRunner, run_layer_once
+from dora.model.weights import layer_of
 
 _NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 _REASON_CHARACTERS = 200
+_HEAD = "head"  # the group of the weights outside the backbone
 _OTHER_INPUTS = ("vision_config", "audio_config")
 
 
@@ -59,7 +62,7 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> TransformersConfig:
             f"{folder}: model_type = {kind!r} is not supported: config.json has no max_position_embeddings, "
             "the context length; use a model with attention"
         )
-    tensors = dict(_named_tensors(model))
+    tensors, first_names = dict(_named_tensors(model)), [*dict.fromkeys(names.values())]
     heads = int(_value(config, "num_attention_heads", 1))
     return TransformersConfig(
         vocab_size=int(config.vocab_size),
@@ -75,8 +78,30 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> TransformersConfig:
         num_experts=next((int(n) for key in _NUM_EXPERTS if (n := _value(config, key, 0))), 0),
         num_experts_per_tok=int(_value(config, "num_experts_per_tok", 0)),
         source=source,
-        shapes=tuple((name, tuple(tensors[name].shape)) for name in dict.fromkeys(names.values())),
+        shapes=tuple((name, tuple(tensors[name].shape)) for name in _by_layer(first_names)),
+        shares_layers=any(layer_of(first) not in ("", layer_of(name)) for name, first in names.items()),
+        linears=_linear_names(model),
+        backbone=_backbone_name(model),
     )
+
+
+def _by_layer(names: Sequence[str]) -> list[str]:
+    """The names in their order, but all of a layer together: its buffers come last."""
+    begins: dict[str, int] = {}
+    keys = [begins.setdefault(layer_of(name) or name, i) for i, name in enumerate(names)]
+    return [name for _, name in sorted(zip(keys, names, strict=True), key=lambda pair: pair[0])]
+
+
+def _backbone_name(model: nn.Module) -> str:
+    """Where a model keeps all but its head."""
+    return next(name for name, module in model.named_children() if hasattr(module, "base_model_prefix"))
+
+
+def _linear_names(model: Any) -> tuple[str, ...]:
+    """The last parts of the names of linear layers; routers, which may be subclasses, compute more."""
+    head = model.get_output_embeddings()
+    linears = (name for name, x in model.named_modules() if type(x) is nn.Linear and x is not head)
+    return tuple(dict.fromkeys(name.rpartition(".")[2] for name in linears))
 
 
 def _value(config: Any, key: str, default: Any) -> Any:
@@ -125,45 +150,59 @@ def save_weights(folder: Path, config: TransformersConfig, views: Mapping[str, T
 
 
 class TransformersModel:
-    """A model bound to given tensors, to which gradients flow."""
+    """A model that computes with given tensors, to which gradients flow.
+
+    Modules have their weights only while they run: those of a layer may exist just then.
+    """
 
     def __init__(
-        self, config: ModelConfig, weights: Mapping[str, Tensor], *, activation_checkpointing: bool = False
+        self, config: ModelConfig, weights: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
     ) -> None:
-        """`weights` have transformers' names. A forward pass converts those of another dtype than most."""
+        """`weights` have transformers' names. A forward pass converts those that are not of this `dtype`."""
         source = config.source if isinstance(config, TransformersConfig) else json.dumps(config.to_dict())
         skeleton, names = _skeleton(source)
         model: Any = deepcopy(skeleton)
-        if activation_checkpointing:
-            _checkpoint_layers(model)
-        self._weights = weights
-        self._dtype = min((x.dtype for x in weights.values()), key=lambda dtype: dtype.itemsize)
-        self._places = [(*_place(model, name), first) for name, first in names.items()]
-        self._bind()
-        _move_buffers(model, next(iter(weights.values())).device)
-        place = next(name for name, module in model.named_children() if hasattr(module, "base_model_prefix"))
+        _move_buffers(model, device)
+        place = _backbone_name(model)
+        names_of: dict[str, list[str]] = {"": [], _HEAD: []}
+        for name in names:
+            group = layer_of(name) or ("" if name.startswith(f"{place}.") else _HEAD)
+            names_of.setdefault(group, []).append(name)
+        self._bound = {
+            group: _Binding([(*_place(model, name), names[name]) for name in own], weights, dtype)
+            for group, own in names_of.items()
+        }
+        self._layers: list[_Layer] = []
+        for layer in (group for group in names_of if group not in ("", _HEAD)):
+            self._layers.append(_Layer(len(self._layers), model.get_submodule(layer), self._bound[layer]))
+            parent, _, key = layer.rpartition(".")
+            setattr(model.get_submodule(parent), key, self._layers[-1])
         self._backbone: Any = getattr(model, place)
         setattr(model, place, _GivenHiddenStates())
         self._head = model
         has_cache = "cache" in inspect.signature(self._backbone.forward).parameters
         self._cache_argument = "cache" if has_cache else "past_key_values"  # before transformers 5.24
 
-    def hidden_states(self, input_ids: Tensor, cache: Any = None) -> Tensor:
+    def hidden_states(
+        self, input_ids: Tensor, cache: Any = None, run_layer: LayerRunner = run_layer_once
+    ) -> Tensor:
         """Final hidden states [B, L, hidden] of tokens [B, L], whose rows are whole sequences.
 
         Padding on the right changes nothing before it, because every family is causal. With a `cache` from
-        `new_cache` the tokens follow those in it.
+        `new_cache` the tokens follow those in it. `run_layer` calls each layer.
         """
-        self._bind()
+        for layer in self._layers:
+            layer.run_layer = run_layer
         given = {} if cache is None else {self._cache_argument: cache}
-        out = self._backbone(input_ids=input_ids, use_cache=cache is not None, **given)
+        with self._bound[""]:
+            out = self._backbone(input_ids=input_ids, use_cache=cache is not None, **given)
         hidden: Tensor = out.last_hidden_state
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, vocab] of final hidden states [N, hidden], with the family's bias, scale and cap."""
-        self._bind()
-        out: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        with self._bound[_HEAD]:
+            out: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return out
 
     def new_cache(self) -> Any:
@@ -172,10 +211,45 @@ class TransformersModel:
 
         return DynamicCache(config=self._head.config)
 
-    def _bind(self) -> None:
-        """Give the modules their weights, or copies in the compute dtype that carry the gradient back."""
+
+class _Binding:
+    """Gives modules their weights, in a dtype that they compute in, while a `with` block runs."""
+
+    def __init__(
+        self,
+        places: Sequence[tuple[dict[str, Any], str, str]],
+        weights: Mapping[str, Tensor],
+        dtype: torch.dtype,
+    ) -> None:
+        """Of each weight: where a module keeps it, under which key, and its name in `weights`."""
+        self._places, self._weights, self._dtype = places, weights, dtype
+
+    def __enter__(self) -> None:
         for tensors, key, name in self._places:
-            tensors[key] = self._weights[name].to(self._dtype)
+            tensors[key] = self._weights[name].to(self._dtype)  # a copy carries the gradient back
+
+    def __exit__(self, *_: object) -> None:
+        for tensors, key, _name in self._places:
+            tensors[key] = None
+
+
+class _Layer(nn.Module):
+    """In place of a layer, whose attributes it has: runs it with its weights."""
+
+    def __init__(self, number: int, layer: nn.Module, bound: _Binding) -> None:
+        super().__init__()
+        self.number, self.layer, self.run_layer = number, layer, run_layer_once
+        self._bound = bound
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(super().__getattr__("layer"), name) if name != "layer" else super().__getattr__(name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run_layer(self.number, self._compute, *args, **kwargs)
+
+    def _compute(self, *args: Any, **kwargs: Any) -> Any:
+        with self._bound:
+            return self.layer(*args, **kwargs)
 
 
 class _GivenHiddenStates(nn.Module):
@@ -270,17 +344,5 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
     """Move the buffers that are no weights, as RoPE's frequencies."""
     for module in model.modules():
         for key, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and not buffer.is_meta:
                 module._buffers[key] = buffer.to(device)
-
-
-def _checkpoint_layers(model: Any) -> None:
-    """Recompute layers in the backward pass, without the dropout of a model in training mode."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    enable = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.20 or so
-    enable = enable or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False, "preserve_rng_state": False})
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True  # of this module alone

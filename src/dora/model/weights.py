@@ -7,6 +7,7 @@ of the bytes.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -32,7 +33,14 @@ from dora.model.digest import (
 _UPLOAD_NUMEL = 2**22
 _DEVICE_CHUNK_BYTES = 2**26  # whose products take twice that
 
+_LAYER = re.compile(r".+?\.\d+(?=\.)")
 Shapes = dict[str, tuple[int, ...]]
+
+
+def layer_of(name: str) -> str:
+    """The layer of a tensor, as model.layers.0; empty outside the layers."""
+    found = _LAYER.match(name)
+    return found[0] if found else ""
 
 
 def parameter_shapes(config: ModelConfig) -> Shapes:

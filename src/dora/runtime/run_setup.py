@@ -47,6 +47,7 @@ UNBOUNDED_ROWS = 2**31  # of a dataset that grows, for its cursor
 MAX_HEADER_BYTES = 2**24  # of a safetensors file: names and shapes
 AUX_WORKER_COLUMNS = {"reference": "reference", "proximal": "proximal", "critic": "values"}
 MAX_CACHED_PROMPTS = 1024  # encoded; siblings that start later than so many groups encode theirs again
+ALL_LINEAR = "all-linear"  # in trainer.lora_targets
 GREEDY = 0  # the sibling of a held-out prompt that is decoded greedily, with eval.greedy
 SERVERS = ("vllm", "vllm-lora", "sglang")  # they load versions by the names of published checkpoints
 _PREFILL_TOKENS = (512, 4096)  # per step, on the CPU and on a GPU
@@ -93,16 +94,11 @@ def check_implementation(config: Config, model: ModelConfig) -> None:
             f"trainer.model = transformers with {kind}: DORA-RL's decoder trains its experts one by one; set "
             "trainer.model = auto"
         )
-    conflicts = {
-        "trainer.num_ranks > 1": trainer.num_ranks > 1,
-        "algorithm.adv_estimator = gae": config.algorithm.adv_estimator == "gae",
-    }
-    if is_foreign or trainer.model == "transformers":
-        for conflict in (key for key, is_set in conflicts.items() if is_set):
-            raise ConfigError(
-                f"{conflict} with {kind}, which transformers computes in the trainer: only DORA-RL's decoder "
-                "supports this; remove it, or use a Llama, Qwen2 or Qwen3 with trainer.model = auto"
-            )
+    if isinstance(model, TransformersConfig) and model.shares_layers and trainer.num_ranks > 1:
+        raise ConfigError(
+            f"trainer.num_ranks = {trainer.num_ranks}: layers of {kind} share weights, and ranks gather one "
+            "layer at a time; set trainer.num_ranks = 1"
+        )
 
 
 def check_critic(config: Config, policy: ModelConfig) -> None:
@@ -154,17 +150,22 @@ def check_fit(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> None:
             f"sampling.stop_token_ids = {stop_ids}: with the model's {num_own} end tokens they are "
             f"{num_own + len(stop_ids)}; engines support at most {MAX_STOP_IDS}; name fewer"
         )
-    mlp_targets = {"gate_proj", "up_proj", "down_proj"} & {*config.trainer.lora_targets}
-    if config.trainer.lora_rank and model.moe_layers and mlp_targets:
+    known = model.linear_names
+    unknown_targets = {*config.trainer.lora_targets} - {ALL_LINEAR, *known}
+    if config.trainer.lora_rank and (unknown_targets or not known):
         raise ConfigError(
-            f"trainer.lora_targets names {', '.join(sorted(mlp_targets))}: experts of a mixture have no "
-            "adapters; name projections of attention only"
+            f"trainer.lora_targets names {', '.join(sorted(unknown_targets)) or ALL_LINEAR}: the layers of "
+            f"this {model.model_type} model that can have adapters are {', '.join(known) or 'none'}; "
+            f"{'name some of these' if known else 'set trainer.lora_rank = 0'}"
         )
     if config.trainer.routing_replay and not model.moe_layers:
-        raise ConfigError(
-            f"trainer.routing_replay = true: no layer of this {model.model_type} model is a mixture of "
-            "experts, so there are no routes to replay; remove it"
+        reason = (
+            f"transformers, which computes this {model.model_type} model, routes tokens by itself"
+            if model.num_experts
+            else f"no layer of this {model.model_type} model is a mixture of experts, so there are no routes "
+            "to replay"
         )
+        raise ConfigError(f"trainer.routing_replay = true: {reason}; remove it")
 
 
 # prompts
@@ -372,7 +373,9 @@ class RunSetup:
         trainer = self.config.trainer
         if not trainer.lora_rank:
             return None
-        return LoraSettings(trainer.lora_rank, trainer.lora_alpha, tuple(trainer.lora_targets))
+        named, known = trainer.lora_targets, self.model.linear_names
+        targets = known if ALL_LINEAR in named else tuple(named)
+        return LoraSettings(trainer.lora_rank, trainer.lora_alpha, targets)
 
     @cached_property
     def devices(self) -> DeviceAssignment:

@@ -1,4 +1,4 @@
-"""PPO's critic: a decoder that predicts the return at every token, trained beside the policy.
+"""PPO's critic: a model that predicts the return at every token, trained beside the policy.
 
 Its head has one output in place of the vocabulary, under the names of transformers' token classifiers. All
 its weights are one flat buffer: the decoder's, then the head's.
@@ -23,9 +23,9 @@ from dora.trainer.advantage import gae, whiten
 from dora.trainer.loss import value_loss
 from dora.trainer.optimizer import Bf16Weights, FlatAdamW, learning_rate, snapshot_local_state
 from dora.trainer.packing import balanced_micro_batches, pack_samples, split_mini_batches
-from dora.trainer.policy import Policy
 from dora.trainer.recipe import Dtype, EarlierSchedule, LrDecay
 from dora.trainer.settings import Sample
+from dora.trainer.transformers_policy import policy_class
 
 _HEAD = "score.weight", "score.bias"
 
@@ -60,8 +60,7 @@ class ValueLayout(WeightLayout):
     """Offsets of a critic's parameters: a decoder's without the vocabulary's head, then the value head's."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(replace(config, tie_word_embeddings=True))
-        self.decoder_numel = self.numel
+        super().__init__(config.without_head())
         for name, shape in zip(_HEAD, ((1, config.hidden_size), (1,)), strict=True):
             self.shapes[name], self.offsets[name] = shape, self.numel
             self.numel += math.prod(shape)
@@ -71,7 +70,10 @@ def initial_critic_weights(config: ModelConfig, flat: Tensor) -> Tensor:
     """Flat weights of a critic that starts from the decoder `flat`, with a head of zeros."""
     layout = ValueLayout(config)
     weights = torch.zeros(layout.numel, dtype=flat.dtype, device=flat.device)
-    weights[: layout.decoder_numel] = flat[: layout.decoder_numel]
+    initial = WeightLayout(config).views(flat)
+    for name, view in layout.views(weights).items():
+        if name in initial:
+            view.copy_(initial[name])
     return weights
 
 
@@ -122,7 +124,8 @@ class Critic:
         if settings.dtype == "bfloat16":
             self._bf16 = Bf16Weights(layout, flat, self._optimizer.weights)
         weights = (self._bf16 or self._optimizer).weights
-        self._decoder = Policy(config, weights, activation_checkpointing=settings.activation_checkpointing)
+        checkpointing = settings.activation_checkpointing
+        self._decoder = policy_class(config)(config, weights, activation_checkpointing=checkpointing)
         self._batch: CriticBatch | None = None
 
     def predict_values(self, samples: Sequence[Sample]) -> list[Sample]:

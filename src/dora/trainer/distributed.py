@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,7 +37,7 @@ from dora.errors import RunError
 from dora.model.config import ModelConfig
 from dora.model.decoder import LayerRunner
 from dora.model.moe import Router
-from dora.model.weights import WeightLayout
+from dora.model.weights import WeightLayout, layer_of
 from dora.trainer.learner import GradientAccumulator
 from dora.trainer.lora import Adapters
 from dora.trainer.metrics import StepMetrics
@@ -44,11 +45,11 @@ from dora.trainer.optimizer import ShardedAdamW, ShardedGradients, host_copy, lo
 from dora.trainer.packing import PackedBatch, pack
 from dora.trainer.policy import NORM, Policy
 from dora.trainer.settings import Sample, TrainerSettings
+from dora.trainer.transformers_policy import TransformersPolicy, policy_class
 
 WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
 _NO_TIMEOUT = timedelta(days=365)  # a trainer may be idle; if rank 0 crashes, the group raises
 
-Layer = Callable[[Tensor], Tensor]
 ReadSamples = Callable[[Sequence[Sample]], Sequence[Sample]]
 
 
@@ -211,7 +212,7 @@ class DistributedLearner:
         self._rank = ShardedRank(group, config, settings, flat, flat if reference is None else reference)
         self._layout, self._dtype = WeightLayout(config), getattr(torch, settings.dtype)
         placeholder = {NORM: torch.empty(0, dtype=self._dtype, device=group.device)}
-        self._unsharded = Policy(
+        self._unsharded = policy_class(config, settings.model)(
             config,
             placeholder,
             settings.temperature,
@@ -366,11 +367,13 @@ class ShardedRank:
         `read_samples` adds the stream's columns to samples that came without them.
         """
         self._read_samples = read_samples
-        self._policy = ShardedPolicy(config, settings, group.mesh)
+        is_own = policy_class(config, settings.model) is Policy
+        make: type[ShardedPolicy] = ShardedPolicy if is_own else ShardedTransformersPolicy
+        self._policy = make(config, settings, group.mesh)
         self._policy.load(flat)
         self._reference: ShardedPolicy | None = None
         if settings.computes_reference:
-            self._reference = ShardedPolicy(config, settings, group.mesh, is_frozen=True)
+            self._reference = make(config, settings, group.mesh, is_frozen=True)
             self._reference.load(reference)
         self._accumulator = GradientAccumulator(self._policy, settings, self._reference)
         self.optimizer: ShardedAdamW | ShardedLora = (
@@ -577,8 +580,12 @@ class ShardedLora(ShardedGradients):
 
 @dataclass(frozen=True)
 class FsdpUnit:
-    """A contiguous part of the flat buffer that is gathered at once; `start` is its first element."""
+    """A contiguous part of the flat buffer that is gathered at once; `start` is its first element.
 
+    `layer` is the name of a layer, or empty for what is outside the layers.
+    """
+
+    layer: str
     shapes: dict[str, tuple[int, ...]]
     start: int
 
@@ -599,13 +606,11 @@ class FsdpUnit:
 def fsdp_units(config: ModelConfig) -> list[FsdpUnit]:
     """The flat buffer cut in order: embedding, each layer, final norm with head."""
     layout = WeightLayout(config)
-    units: dict[str, list[str]] = {}
-    for name in layout.shapes:
-        first, *rest = name.removeprefix("model.").split(".")
-        unit = f"{first}.{rest[0]}" if first == "layers" else "begin" if not units else "end"
-        units.setdefault(unit, []).append(name)
-    shapes = layout.shapes
-    return [FsdpUnit({name: shapes[name] for name in own}, layout.offsets[own[0]]) for own in units.values()]
+    units = []
+    for layer, names in groupby(layout.shapes, layer_of):
+        shapes = {name: layout.shapes[name] for name in names}
+        units.append(FsdpUnit(layer, shapes, layout.offsets[next(iter(shapes))]))
+    return units
 
 
 class ShardedPolicy(Policy):
@@ -644,13 +649,11 @@ class ShardedPolicy(Policy):
             activation_checkpointing=not is_frozen and settings.activation_checkpointing,
         )
         self._run_gathered, self._run_layer = self._run_layer, self._run_layer_module
-        self._next_layers: Iterator[nn.Module] = iter(())
 
     @property
     def shards(self) -> list[DTensor]:
         """This rank's shards, in the order of the flat buffer."""
-        modules = (self._root.first, *self._root.layers, self._root.last)
-        return [cast(DTensor, module.flat) for module in modules]
+        return [cast(DTensor, module.flat) for module in self._root.units]
 
     @property
     def shard_starts(self) -> list[int]:
@@ -674,13 +677,11 @@ class ShardedPolicy(Policy):
         ]
 
     def logprobs(self, batch: PackedBatch, router: Router | None = None) -> tuple[Tensor, Tensor]:
-        self._next_layers = iter(self._root.layers)
         result: tuple[Tensor, Tensor] = self._root(partial(super().logprobs, batch, router))
         return result
 
-    def _run_layer_module(self, layer: Layer, x: Tensor) -> Tensor:
-        out: Tensor = next(self._next_layers)(layer, x, self._run_gathered)
-        return out
+    def _run_layer_module(self, number: int, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._root.layers[number](self._run_gathered, number, layer, *args, **kwargs)
 
     def scatter(self, flat: Tensor | None) -> list[DTensor]:
         """Shards of rank 0's `flat` ([numel]), unit by unit; None on the other ranks."""
@@ -705,6 +706,20 @@ class ShardedPolicy(Policy):
             own.copy_(given)
 
 
+class ShardedTransformersPolicy(ShardedPolicy, TransformersPolicy):
+    """A sharded policy that transformers computes."""
+
+    def hidden_states(self, batch: PackedBatch, router: Router | None = None) -> Tensor:
+        """As `TransformersPolicy.hidden_states`; a block gathers all layers, so ranks have equally many."""
+        num_blocks = torch.tensor(len(batch.blocks), device=self.device)
+        dist.all_reduce(num_blocks, dist.ReduceOp.MAX, self._mesh.get_group())
+        hidden = super().hidden_states(batch, router)
+        for _ in range(int(num_blocks) - len(batch.blocks)):
+            unused = self._model.hidden_states(batch.input_ids[None, :1], run_layer=self._run_layer)
+            hidden = hidden + 0.0 * unused.sum()
+        return hidden
+
+
 class _UnitModule(nn.Module):
     """The weights of one unit in one parameter: whole while gathered, else this rank's shard."""
 
@@ -721,12 +736,14 @@ class _UnitModule(nn.Module):
 class _LayerModule(_UnitModule):
     """The FSDP module of one layer."""
 
-    def forward(self, layer: Layer, x: Tensor, run_layer: LayerRunner) -> Tensor:
-        def compute(x: Tensor) -> Tensor:
+    def forward(
+        self, run_layer: LayerRunner, number: int, layer: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        def compute(*args: Any, **kwargs: Any) -> Any:
             self.update_views()  # inside, because checkpointing runs the layer again
-            return layer(x)
+            return layer(*args, **kwargs)
 
-        return run_layer(compute, x)
+        return run_layer(number, compute, *args, **kwargs)
 
 
 class _RootModule(nn.Module):
@@ -738,13 +755,15 @@ class _RootModule(nn.Module):
     def __init__(self, units: Sequence[FsdpUnit], weights: dict[str, Tensor], dtype: torch.dtype) -> None:
         super().__init__()
         self._weights, self._dtype = weights, dtype
-        first, *layers, last = units
-        self.first, self.last = _UnitModule(first, weights), _UnitModule(last, weights)
-        self.layers = nn.ModuleList(_LayerModule(layer, weights) for layer in layers)
+        self.units = nn.ModuleList(
+            (_LayerModule if unit.layer else _UnitModule)(unit, weights) for unit in units
+        )
+        self.layers = [module for module in self.units if isinstance(module, _LayerModule)]
 
     def forward(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        self.first.update_views()
-        self.last.update_views()
+        for module in self.units:
+            if not isinstance(module, _LayerModule):
+                cast(_UnitModule, module).update_views()
         self._weights[NORM] = self._weights[NORM].to(self._dtype)
         return compute()
 

@@ -12,13 +12,14 @@ import re
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from dora.model.config import ModelConfig, TransformersConfig
-from dora.model.weights import parameter_shapes
+from dora.model.weights import layer_of, parameter_shapes
 from dora.trainer.packing import PackedBatch
 
 # (bf16, fp32) TFLOP/s without sparsity, from data sheets. A name with an extra word is another product.
@@ -155,8 +156,11 @@ def sharded_micro_batch_bytes(
     twice, and the backward pass of the head, of a layer, or of the embedding.
     """
     sizes = {name: math.prod(shape) for name, shape in parameter_shapes(config).items()}
-    layer = sum(num for name, num in sizes.items() if name.startswith("model.layers.0."))
-    root = _FP32_BYTES * sum(num for name, num in sizes.items() if not name.startswith("model.layers."))
+    by_layer: Counter[str] = Counter()
+    for name, num in sizes.items():
+        by_layer[layer_of(name)] += num
+    root = _FP32_BYTES * by_layer.pop("")
+    layer = max(by_layer.values())
     saved, recomputed = _activations(config, num_bytes, activation_checkpointing)
     table = _FP32_BYTES * config.vocab_size * config.hidden_size  # the gradient of embedding or head
     gathered = 2 * num_bytes * layer

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from dora.model import decoder
 from dora.model.attention import SharedKeys, VarlenAttention, VarlenLayout, take_keys, varlen_attention
 from dora.model.config import ModelConfig
-from dora.model.decoder import AttentionFn, Compiler
+from dora.model.decoder import AttentionFn, Compiler, LayerRunner, run_layer_once
 from dora.model.device import compiled, uncompiled
 from dora.model.moe import Router
 from dora.trainer.packing import PackedBatch
@@ -63,12 +63,12 @@ class Policy:
     def _prepare(self, activation_checkpointing: bool) -> None:
         """Make what the forward pass needs beside the weights."""
         self._kernel = varlen_attention(self.weights[NORM].new_empty(0, self.config.head_dim))
-        self._run_layer = _run_checkpointed if activation_checkpointing else _run
+        self._run_layer: LayerRunner = run_checkpointed if activation_checkpointing else run_layer_once
         self._fuse_layer: Compiler = self._fuse
         if self._kernel is None:
             self._fuse_layer = uncompiled
         elif self._torch_compile and activation_checkpointing and not self.config.moe_layers:
-            self._fuse_layer, self._run_layer = partial(compiled, recomputes=True), _run
+            self._fuse_layer, self._run_layer = partial(compiled, recomputes=True), run_layer_once
         cos, sin = decoder.rope_tables(self.config, self.config.max_position_embeddings)
         self._cos, self._sin = cos.to(self.device), sin.to(self.device)
 
@@ -108,13 +108,9 @@ class Policy:
         )  # fmt: skip
 
 
-def _run(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return layer(x)
-
-
-def _run_checkpointed(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    out: Tensor = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
-    return out
+def run_checkpointed(number: int, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A `LayerRunner` that recomputes layers in the backward pass; they must not be random."""
+    return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def _varlen_attention(kernel: VarlenAttention, layout: VarlenLayout, keys: SharedKeys | None) -> AttentionFn:

@@ -87,7 +87,9 @@ class Transformers:
             raise EngineError(f"version {version} has {source.numel()} weights, not {self._layout.numel}")
         flat = torch.empty(self._layout.numel, dtype=self._dtype, device=self._device)
         self._digests[version] = copy_with_digest(flat, source)
-        self._models[version] = TransformersModel(self._config, self._layout.views(flat))
+        self._models[version] = TransformersModel(
+            self._config, self._layout.views(flat), self._device, self._dtype
+        )
         return self._digests[version]
 
     def drop(self, version: int) -> None:

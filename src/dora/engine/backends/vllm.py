@@ -49,6 +49,7 @@ from dora.engine.backends.server_plugins.dora_vllm import DECODE_ONLY_PATH, TOKE
 from dora.engine.interface import Capabilities
 from dora.engine.request import EngineError
 from dora.errors import ConfigError
+from dora.model.config import ModelConfig
 from dora.model.pretrained import load_config, load_pretrained
 from dora.model.weights import WeightLayout, weight_digest
 from dora.weights.store import make_store_folder
@@ -512,9 +513,9 @@ class VllmLora(Vllm):
 
     def _send_weights(self, label: str, source: Tensor) -> str:
         """Load the adapter of a version. Returns the digest of its merged weights."""
-        tensors = lora_adapter(self._layout, self._base, source, self._rank)
+        tensors = lora_adapter(self._config, self._base, source, self._rank)
         folder = make_store_folder(sum(tensor.nbytes for tensor in tensors.values()))
-        write_adapter(folder, tensors, self._rank)
+        write_adapter(folder, tensors, self._rank, self._config.linear_names)
         path = str(folder / ADAPTER_FILE)
         try:
             call = {"method": "dora_digest", "args": [path]}
@@ -545,21 +546,20 @@ def _max_lora_rank(rank: object) -> int:
 # A version is published as merged matrices, W0 + B A. To serve it as an adapter, B and A are recovered from
 # the difference, whose rank is theirs except for rounding.
 
-_LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _ROUNDING = 2.0**-18  # tolerance relative to a matrix's largest weight: 32 times the rounding of fp32
 _OVERSAMPLING = 4  # random vectors beyond the rank
 
 
-def lora_adapter(layout: WeightLayout, base: Tensor, flat: Tensor, rank: int) -> dict[str, Tensor]:
+def lora_adapter(config: ModelConfig, base: Tensor, flat: Tensor, rank: int) -> dict[str, Tensor]:
     """The tensors of the adapter from `base` to `flat` (both [numel], fp32), by PEFT's names.
 
-    Raises EngineError if they differ by more than matrices of this rank in LoRA's modules.
+    Raises EngineError if they differ by more than matrices of this rank in linear layers.
     """
+    layout, linears = WeightLayout(config), tuple(f".{name}.weight" for name in config.linear_names)
     adapter: dict[str, Tensor] = {}
     after = layout.views(flat)
     for name, before in layout.views(base).items():
-        module = name.removesuffix(".weight")
-        if not module.endswith(_LORA_MODULES):
+        if not name.endswith(linears):
             if not torch.equal(before, after[name]):
                 raise EngineError(
                     f"{name} has changed, which a LoRA adapter cannot represent; set engine.backend = vllm"
@@ -572,6 +572,7 @@ def lora_adapter(layout: WeightLayout, base: Tensor, flat: Tensor, rank: int) ->
                 f"{name} has changed by a matrix whose rank is above {rank}; set rank in engine.options to "
                 "trainer.lora_rank"
             )
+        module = name.removesuffix(".weight")
         adapter[f"base_model.model.{module}.lora_A.weight"] = a.float().contiguous()
         adapter[f"base_model.model.{module}.lora_B.weight"] = b.float().contiguous()
     return adapter
@@ -595,14 +596,14 @@ def low_rank_factors(delta: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return b, a
 
 
-def write_adapter(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> None:
+def write_adapter(folder: Path, tensors: Mapping[str, Tensor], rank: int, modules: Sequence[str]) -> None:
     """Write an adapter in PEFT's format."""
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": rank,
         "lora_alpha": rank,  # the scale is a part of A and B
-        "target_modules": [*_LORA_MODULES],
+        "target_modules": [*modules],
         "bias": "none",
     }
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
