@@ -54,3 +54,17 @@ def test_sources_that_cannot_be_mixed_are_refused(mixed: Path, overrides: list[s
 def test_some_prompts_are_needed(file: Path) -> None:
     file.write_text(file.read_text().replace('path = "prompts.jsonl"\n', ""))
     assert "data.path is missing: name the training prompts, or add [[source]] tables" in error_of(file)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["curriculum.easy_threshold=0.5", "curriculum.hard_threshold=0.5"], "every prompt would be skipped"),
+        (["curriculum.easy_threshold=0"], "input should be greater than 0"),
+        (["curriculum.skip_epochs=2"], "curriculum.skip_epochs has no effect without"),
+        (["curriculum.easy_threshold=1", "data.path=service"], "each uploaded prompt is used once"),
+        (["data.easy_threshold=1"], "easy_threshold is curriculum.easy_threshold here"),
+    ],
+)
+def test_a_curriculum_that_cannot_work_is_refused(file: Path, overrides: list[str], why: str) -> None:
+    assert why in error_of(file, *overrides)

@@ -9,8 +9,12 @@ from collections import Counter
 from pathlib import Path
 
 from tests.runs.conftest import StartRun
-from tests.runtime.running import dora, metrics
+from tests.runtime.running import dora, metrics, summary
 from tests.runtime.tiny import CONFIG, REWARD, write_task
+
+from dora.core.actions import SkipPrompts
+from dora.core.events import Resumed
+from dora.journal.reader import read_journal
 
 SOURCES = """
 [[source]]
@@ -24,6 +28,8 @@ prompt_key = "question"
 """
 BY_SOURCE = """
 def reward(prompt, completion, source, **row):
+    if prompt in ("10:", "11:"):
+        return 1.0
     return completion.count("7" if source == "sevens" else "3") / 100
 """
 
@@ -36,11 +42,21 @@ def write_sources(folder: Path, reward: str = BY_SOURCE) -> Path:
     return task
 
 
-def test_two_datasets_have_their_shares_after_a_crash_and_a_resume(
+def skips_by_attempt(out: Path) -> list[int]:
+    """Prompts that the curriculum skipped before the resume and after it."""
+    attempts = [0]
+    for line in read_journal(out).lines:
+        attempts += [0] if isinstance(line.record, Resumed) else []
+        attempts[-1] += len(line.record.groups) if isinstance(line.record, SkipPrompts) else 0
+    return attempts
+
+
+def test_two_datasets_have_their_shares_and_skip_solved_prompts_after_a_crash_and_a_resume(
     start_run: StartRun, tmp_path: Path
 ) -> None:
     task = write_sources(tmp_path)
-    run = start_run(task, run__steps=14, trainer__batch_size=4, engine__min_step_time="30ms")
+    changes = {"curriculum__easy_threshold": 1.0, "curriculum__skip_epochs": 2}
+    run = start_run(task, run__steps=14, trainer__batch_size=4, engine__min_step_time="30ms", **changes)
     run.wait_for_steps(2)
     run.workers()[0].kill()
     run.wait_for_steps(5)
@@ -53,7 +69,14 @@ def test_two_datasets_have_their_shares_after_a_crash_and_a_resume(
         groups = [tuple(map(int, name.split("/"))) for (name,) in store.execute(query)]
     counts = Counter("sevens" if row < 7 else "threes" for _, row in groups)
     assert abs(counts["threes"] - len(groups) / 4) <= 5  # of the groups in flight any may be trained first
+    of_row = Counter(row for _, row in groups)
+    assert max(of_row[0], of_row[1]) < min(of_row[row] for row in range(2, 7))
+    skips = skips_by_attempt(run.out)
+    assert len(skips) == 2
+    assert skips[1] > 0
+    assert summary(run.out)["skipped_prompts"] == sum(skips)
     lines = metrics(run.out)
+    assert lines[-1]["data/num_skipped"] <= sum(skips)
     num_groups = [sum(line.get(f"source/{name}/num_groups", 0) for name in counts) for line in lines]
     assert {*num_groups} == {4}
     assert all("source/threes/reward/mean" in line for line in lines if "source/threes/num_groups" in line)

@@ -123,6 +123,32 @@ class SourceSection(Section):
     )
 
 
+class CurriculumSection(Section):
+    """Skip prompts that the policy always or never solves: responses solve a prompt with a reward >= 1."""
+
+    easy_threshold: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="A prompt is skipped for some epochs after a group with at least this solved share, "
+        "which is the fraction of its responses that solve the prompt (0 to 1). Unset: no limit.",
+    )
+    hard_threshold: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="A prompt is also skipped after a group with at most this solved share (0 to 1). Unset: "
+        "no limit.",
+    )
+    skip_epochs: int = Field(
+        default=1, ge=1, le=100, description="Epochs in which such a prompt is skipped (count)."
+    )
+
+    @property
+    def is_on(self) -> bool:
+        return self.easy_threshold is not None or self.hard_threshold is not None
+
+
 class SamplingSection(Section):
     """How responses are sampled. Log-probs for training are taken before top_k, top_p and min_p."""
 
@@ -923,6 +949,7 @@ class Config(Section):
     model: ModelSection
     data: DataSection = DataSection()
     source: list[SourceSection] = Field(default=[])
+    curriculum: CurriculumSection = CurriculumSection()
     sampling: SamplingSection
     reward: RewardSection = RewardSection()
     reward_task: list[RewardTaskSection] = Field(default=[])

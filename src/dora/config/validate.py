@@ -17,6 +17,7 @@ Reasons = dict[str, str]  # key -> why it has no effect
 def check(config: Config) -> None:
     """Check all rules. Raises ConfigError for the first that is broken."""
     _check_sources(config)
+    _check_curriculum(config)
     _check_evaluation(config)
     _check_environment(config)
     _check_reward_tasks(config)
@@ -78,6 +79,21 @@ def _check_sources(config: Config) -> None:
                 f"source.{source.name}.path = service: a run with uploaded prompts has no other source; set "
                 'data.path = "service" and remove the sources'
             )
+
+
+def _check_curriculum(config: Config) -> None:
+    """Groups between the thresholds exist, and prompts come again in a later epoch."""
+    easy, hard = config.curriculum.easy_threshold, config.curriculum.hard_threshold
+    if easy is not None and hard is not None and hard >= easy:
+        raise ConfigError(
+            f"curriculum.hard_threshold = {hard:g} with curriculum.easy_threshold = {easy:g}: every prompt "
+            "would be skipped; set hard_threshold below easy_threshold"
+        )
+    if config.curriculum.is_on and config.data.path == "service":
+        raise ConfigError(
+            "[curriculum] with data.path = service: each uploaded prompt is used once, so none can be "
+            "skipped later; remove the thresholds"
+        )
 
 
 def _check_evaluation(config: Config) -> None:
@@ -517,6 +533,7 @@ def keys_without_effect(config: Config) -> dict[str, Reasons]:
     """Section -> key -> why it has no effect in this configuration, for every section."""
     rules: Mapping[str, Callable[[Config], Reasons]] = {
         "data": _unused_in_data,
+        "curriculum": _unused_in_curriculum,
         "sampling": _unused_in_sampling,
         "reward": _unused_in_reward,
         "env": _unused_in_env,
@@ -549,6 +566,12 @@ def _unused_in_data(config: Config) -> Reasons:
     if not config.data.chat_template:
         unused["system_prompt"] = "without data.chat_template = true"
     return unused
+
+
+def _unused_in_curriculum(config: Config) -> Reasons:
+    if config.curriculum.is_on:
+        return {}
+    return {"skip_epochs": "without curriculum.easy_threshold or curriculum.hard_threshold"}
 
 
 def _unused_in_sampling(config: Config) -> Reasons:

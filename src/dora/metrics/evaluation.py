@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from dora.core.actions import Action, FinishEvaluation, StartEvaluation
 from dora.core.events import Event, GroupScored, RequestFinished
 from dora.core.state import State
-from dora.core.types import EvaluationRule, GroupId
+from dora.core.types import PASSING_REWARD, EvaluationRule, GroupId
 from dora.metrics.rollout import percentile
 from dora.text import plural
 
 VERSION_KEY = "val/version"  # prefix of the lines of metrics.jsonl that belong to an evaluation
-PASSING_REWARD = 1.0
 Z_95 = 1.959964  # standard deviations that enclose 95 % of a normal distribution
 
 

@@ -18,7 +18,7 @@ import psutil
 
 from dora.config.schema import Config, SourceSection
 from dora.config.validate import check_context
-from dora.core.types import AdaptiveStalenessRule, EvaluationRule, GroupId, Limits, RequestId
+from dora.core.types import AdaptiveStalenessRule, CurriculumRule, EvaluationRule, GroupId, Limits, RequestId
 from dora.data import gcd
 from dora.data.chat import ChatTemplate, PromptEncoder
 from dora.data.dataset import Cursor, Dataset, GrowingDataset, MixedCursor, MixedDataset
@@ -342,6 +342,7 @@ class RunSetup:
             adaptive_staleness=AdaptiveStalenessRule(rules.min_ess, rules.max_kl, rules.staleness_window)
             if rules.staleness_mode == "adaptive"
             else None,
+            curriculum=CurriculumRule(**config.curriculum.model_dump()) if config.curriculum.is_on else None,
             ablations=tuple(rules.ablations),
         )
 
