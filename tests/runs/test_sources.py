@@ -17,6 +17,16 @@ from dora.core.events import Resumed
 from dora.journal.reader import read_journal
 
 SOURCES = """
+[eval]
+num_prompts = 2
+greedy = false
+[[eval_source]]
+name = "sevens"
+path = "prompts.jsonl"
+[[eval_source]]
+name = "threes"
+path = "threes.jsonl"
+prompt_key = "question"
 [[source]]
 name = "sevens"
 path = "prompts.jsonl"
@@ -38,7 +48,7 @@ def write_sources(folder: Path, reward: str = BY_SOURCE) -> Path:
     task = write_task(folder, reward)
     rows = [{"question": f"{number}:", "level": number % 2} for number in range(70, 75)]
     (folder / "threes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task.write_text(CONFIG.replace('path = "prompts.jsonl"\n', "") + SOURCES)
+    task.write_text(CONFIG.replace('path = "prompts.jsonl"\n', "").partition("[eval]")[0] + SOURCES)
     return task
 
 
@@ -75,6 +85,10 @@ def test_two_datasets_have_their_shares_and_skip_solved_prompts_after_a_crash_an
     assert len(skips) == 2
     assert skips[1] > 0
     assert summary(run.out)["skipped_prompts"] == sum(skips)
+    before, after = summary(run.out)["evaluations"]
+    assert {before["sevens/pass@1"], after["sevens/pass@1"]} == {1.0}  # "10:" and "11:"
+    assert {before["threes/pass@1"], after["threes/pass@1"]} == {0.0}
+    assert before["pass@1"] == 0.5
     lines = metrics(run.out)
     assert lines[-1]["data/num_skipped"] <= sum(skips)
     num_groups = [sum(line.get(f"source/{name}/num_groups", 0) for name in counts) for line in lines]
@@ -86,4 +100,5 @@ def test_a_column_that_one_source_lacks_is_named(tmp_path: Path) -> None:
     task = write_sources(tmp_path, REWARD.replace("**row", "level, **row"))
     ended = dora("train", task, "--out", tmp_path / "run")
     assert ended.code == 2
-    assert "prompt, completion and the columns source: missing a required argument: 'level'" in ended.err
+    lacks = f"needs the column 'level', which source.sevens ({tmp_path / 'prompts.jsonl'}) lacks; add it"
+    assert lacks in ended.err

@@ -13,7 +13,7 @@ import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -22,6 +22,7 @@ from dora.config.aliases import find_trainer_alias, removed_keys, renamed_keys, 
 from dora.config.schema import (
     LIST_SECTIONS,
     Config,
+    EvalSourceSection,
     FleetSection,
     RewardTaskSection,
     SourceSection,
@@ -43,6 +44,9 @@ HUB_KINDS = {
     **dict.fromkeys(("data.path", "eval.path"), "dataset"),
 }
 POLICY_KEYS = ("max_staleness", "batches_per_version", "ablations")  # they belong to one update policy
+
+
+SourceT = TypeVar("SourceT", SourceSection, EvalSourceSection)
 
 
 class Override(NamedTuple):
@@ -309,7 +313,10 @@ def _resolve_paths(config: Config, folder_of: Callable[[str], Path]) -> Config:
         section: getattr(config, section).model_copy(update=new) for section, new in changes.items() if new
     }
     update["fleet"] = [_resolve_fleet(fleet, folder_of) for fleet in config.fleet]
-    update["source"] = [_resolve_source(source, folder_of) for source in config.source]
+    update["source"] = [_resolve_source("source", source, folder_of) for source in config.source]
+    update["eval_source"] = [
+        _resolve_source("eval_source", source, folder_of) for source in config.eval_source
+    ]
     update["reward_task"] = [_resolve_task(task, folder_of) for task in config.reward_task]
     return config.model_copy(update=update)
 
@@ -325,10 +332,10 @@ def _resolve_task(task: RewardTaskSection, folder_of: Callable[[str], Path]) -> 
     return task.model_copy(update={"factory": factory, "options": options})
 
 
-def _resolve_source(source: SourceSection, folder_of: Callable[[str], Path]) -> SourceSection:
+def _resolve_source(table: str, source: SourceT, folder_of: Callable[[str], Path]) -> SourceT:
     if source.path == "gcd":
         return source
-    key = f"source.{source.name}.path"
+    key = f"{table}.{source.name}.path"
     return source.model_copy(update={"path": _existing_path(key, source.path, folder_of(key))})
 
 

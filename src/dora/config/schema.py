@@ -104,6 +104,9 @@ class DataSection(Section):
     max_prompt_length: Count = Field(
         default=256, description="Maximum prompt length; a longer prompt is an error (tokens)."
     )
+    filter_overlong_prompts: bool = Field(
+        default=False, description="Leave out longer prompts, also of evaluations, and report their number."
+    )
     shuffle: bool = Field(
         default=True, description="Shuffle the prompts in every epoch, in an order fixed by run.seed."
     )
@@ -118,6 +121,17 @@ class SourceSection(Section):
         default=1.0, gt=0, description="Share of the groups, relative to the other sources (no unit)."
     )
     split: str | None = Field(default=None, min_length=1, description="As data.split (name).")
+    prompt_key: str | None = Field(
+        default=None, min_length=1, description="As data.prompt_key (name). Unset: data.prompt_key."
+    )
+
+
+class EvalSourceSection(Section):
+    """One of several datasets of held-out prompts. The column `source` has its name, as in [[source]]."""
+
+    name: TableName = Field(description="Name in metrics and in the column `source` (name).")
+    path: str = Field(description="As eval.path (path).")
+    split: str | None = Field(default=None, min_length=1, description="As eval.split (name).")
     prompt_key: str | None = Field(
         default=None, min_length=1, description="As data.prompt_key (name). Unset: data.prompt_key."
     )
@@ -760,8 +774,8 @@ class EvalSection(Section):
 
     path: str | None = Field(
         default=None,
-        description='Held-out prompts: a file or folder, as in data.path (path), or "gcd". Unset: no '
-        "evaluation.",
+        description='Held-out prompts: a file or folder, as in data.path (path), or "gcd". Unset: '
+        "[[eval_source]], or no evaluation.",
     )
     split: str | None = Field(
         default=None,
@@ -771,7 +785,7 @@ class EvalSection(Section):
     num_prompts: int = Field(
         default=256,
         ge=0,
-        description="Maximum number of prompts, from the start of the data (count). 0: no evaluation.",
+        description="Maximum number of prompts of each dataset, from its start (count). 0: no evaluation.",
     )
     greedy: bool = Field(default=True, description="Generate one greedy response for each prompt.")
     num_samples: int = Field(
@@ -964,6 +978,7 @@ class Config(Section):
     orchestrator: OrchestratorSection = OrchestratorSection()
     weights: WeightsSection = WeightsSection()
     eval: EvalSection = EvalSection()
+    eval_source: list[EvalSourceSection] = Field(default=[])
     metrics: MetricsSection = MetricsSection()
     journal: JournalSection = JournalSection()
     runtime: RuntimeSection = RuntimeSection()
@@ -1047,9 +1062,14 @@ class Config(Section):
         return self.orchestrator.max_staleness + 1 + self.evaluates_during_training
 
     @property
+    def has_held_out(self) -> bool:
+        """Whether held-out prompts are named."""
+        return self.eval.path is not None or bool(self.eval_source)
+
+    @property
     def evaluates_during_training(self) -> bool:
         """Whether held-out prompts are generated during training."""
-        return bool(self.eval.path and self.eval.every)
+        return self.has_held_out and self.eval.every > 0
 
     @property
     def breaks_c1(self) -> bool:
@@ -1141,6 +1161,7 @@ class Config(Section):
 
 LIST_SECTIONS: dict[str, type[Section]] = {
     "source": SourceSection,
+    "eval_source": EvalSourceSection,
     "reward_task": RewardTaskSection,
     "fleet": FleetSection,
 }  # sections that are lists of named tables

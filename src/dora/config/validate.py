@@ -72,13 +72,17 @@ def _check_sources(config: Config) -> None:
             "and remove data.path, or remove the sources"
         )
     for source in config.source:
-        if names.count(source.name) > 1:
-            raise ConfigError(f"source.{source.name} is there twice; give each [[source]] a name of its own")
+        _check_table_name("source", source.name, names)
         if source.path == "service":
             raise ConfigError(
                 f"source.{source.name}.path = service: a run with uploaded prompts has no other source; set "
                 'data.path = "service" and remove the sources'
             )
+
+
+def _check_table_name(table: str, name: str, names: list[str]) -> None:
+    if names.count(name) > 1:
+        raise ConfigError(f"{table}.{name} is there twice; give each [[{table}]] a name of its own")
 
 
 def _check_curriculum(config: Config) -> None:
@@ -100,11 +104,19 @@ def _check_evaluation(config: Config) -> None:
     """Evaluation settings need prompts, and a kind of response."""
     evaluation = config.eval
     given = evaluation.model_fields_set - {"path"}
-    if evaluation.path is None and evaluation.num_prompts and given:
+    if not config.has_held_out and evaluation.num_prompts and given:
         raise ConfigError(
             f"eval.{min(given)} is set without eval.path, so nothing is evaluated; set eval.path, or "
             "eval.num_prompts = 0"
         )
+    names = [source.name for source in config.eval_source]
+    if names and evaluation.path is not None:
+        raise ConfigError(
+            f"eval.path = {evaluation.path!r} with [[eval_source]] {names[0]}: list all held-out datasets as "
+            "[[eval_source]] and remove eval.path, or remove the sources"
+        )
+    for name in names:
+        _check_table_name("eval_source", name, names)
     if not evaluation.greedy and not evaluation.num_samples:
         raise ConfigError(
             "eval.greedy = false with eval.num_samples = 0: an evaluation would generate no response; set "
@@ -563,6 +575,9 @@ def _unused_in_data(config: Config) -> Reasons:
     if config.data.path == "service":
         reason = "with data.path = service: each prompt is used once, in the order of arrival"
         unused |= dict.fromkeys(("split", "shuffle"), reason)
+        unused["filter_overlong_prompts"] = (
+            "with data.path = service: an upload with such a prompt is refused"
+        )
     if not config.data.chat_template:
         unused["system_prompt"] = "without data.chat_template = true"
     return unused
@@ -745,6 +760,8 @@ def _unused_in_eval(config: Config) -> Reasons:
         unused["every"] = f"with run.steps = {config.run.steps}: no evaluation is due during training"
     if config.eval.path == "gcd":
         unused["split"] = "with eval.path = gcd"
+    if config.eval_source:
+        unused["split"] = "with [[eval_source]]: each source has its own"
     return unused
 
 
