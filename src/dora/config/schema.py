@@ -73,7 +73,14 @@ class ModelSection(Section):
     """The policy to train."""
 
     path: str = Field(
-        description="Model folder in Hugging Face format: config.json, *.safetensors, tokenizer.json (path)."
+        description="Model folder in Hugging Face format (config.json, *.safetensors, tokenizer.json), or "
+        "the name of a model on the hub, such as Qwen/Qwen3-0.6B (path or name)."
+    )
+    revision: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Branch, tag or commit on the hub (name). Unset: the newest; the run's configuration has "
+        "the commit.",
     )
 
 
@@ -82,13 +89,25 @@ class DataSection(Section):
 
     path: str | None = Field(
         default=None,
-        description="A .jsonl or .parquet file, or a folder that the library `datasets` reads (path); the "
-        'built-in "gcd"; or "service", for prompts submitted through `dora serve`. Unset: [[source]].',
+        description="A .jsonl or .parquet file, a folder that the library `datasets` reads, or the name of a "
+        'dataset on the hub, such as openai/gsm8k (path or name); the built-in "gcd"; or "service", for '
+        "prompts submitted through `dora serve`. Unset: [[source]].",
     )
     split: str | None = Field(
         default=None,
         min_length=1,
         description='Split of a dataset folder, such as "train" (name). Unset: its only split.',
+    )
+    subset: str | None = Field(
+        default=None,
+        min_length=1,
+        description='Subset of a dataset folder, its configuration in `datasets`, such as "main" (name).',
+    )
+    revision: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Branch, tag or commit on the hub (name). Unset: the newest; the run's configuration has "
+        "the commit.",
     )
     prompt_key: str = Field(
         default="prompt",
@@ -121,6 +140,8 @@ class SourceSection(Section):
         default=1.0, gt=0, description="Share of the groups, relative to the other sources (no unit)."
     )
     split: str | None = Field(default=None, min_length=1, description="As data.split (name).")
+    revision: str | None = Field(default=None, min_length=1, description="As data.revision (name).")
+    subset: str | None = Field(default=None, min_length=1, description="As data.subset (name).")
     prompt_key: str | None = Field(
         default=None, min_length=1, description="As data.prompt_key (name). Unset: data.prompt_key."
     )
@@ -132,6 +153,8 @@ class EvalSourceSection(Section):
     name: TableName = Field(description="Name in metrics and in the column `source` (name).")
     path: str = Field(description="As eval.path (path).")
     split: str | None = Field(default=None, min_length=1, description="As eval.split (name).")
+    revision: str | None = Field(default=None, min_length=1, description="As data.revision (name).")
+    subset: str | None = Field(default=None, min_length=1, description="As data.subset (name).")
     prompt_key: str | None = Field(
         default=None, min_length=1, description="As data.prompt_key (name). Unset: data.prompt_key."
     )
@@ -782,6 +805,8 @@ class EvalSection(Section):
         min_length=1,
         description='Split of a dataset folder, such as "test" (name). Unset: its only split.',
     )
+    revision: str | None = Field(default=None, min_length=1, description="As data.revision (name).")
+    subset: str | None = Field(default=None, min_length=1, description="As data.subset (name).")
     num_prompts: int = Field(
         default=256,
         ge=0,

@@ -14,6 +14,9 @@ from dora.trainer import recipe
 Reasons = dict[str, str]  # key -> why it has no effect
 
 
+_OF_FOLDER = ("split", "subset", "revision")  # keys of a dataset folder
+
+
 def check(config: Config) -> None:
     """Check all rules. Raises ConfigError for the first that is broken."""
     _check_sources(config)
@@ -569,12 +572,12 @@ def keys_without_effect(config: Config) -> dict[str, Reasons]:
 def _unused_in_data(config: Config) -> Reasons:
     unused: Reasons = {}
     if config.source:
-        unused["split"] = "with [[source]]: each source has its own"
+        unused |= dict.fromkeys(_OF_FOLDER, "with [[source]]: each source has its own")
     if config.data.path == "gcd":
-        unused |= dict.fromkeys(("prompt_key", "split"), "with data.path = gcd")
+        unused |= dict.fromkeys(("prompt_key", *_OF_FOLDER), "with data.path = gcd")
     if config.data.path == "service":
         reason = "with data.path = service: each prompt is used once, in the order of arrival"
-        unused |= dict.fromkeys(("split", "shuffle"), reason)
+        unused |= dict.fromkeys((*_OF_FOLDER, "shuffle"), reason)
         unused["filter_overlong_prompts"] = (
             "with data.path = service: an upload with such a prompt is refused"
         )
@@ -759,9 +762,9 @@ def _unused_in_eval(config: Config) -> Reasons:
     if config.eval.every >= config.run.steps:
         unused["every"] = f"with run.steps = {config.run.steps}: no evaluation is due during training"
     if config.eval.path == "gcd":
-        unused["split"] = "with eval.path = gcd"
+        unused |= dict.fromkeys(_OF_FOLDER, "with eval.path = gcd")
     if config.eval_source:
-        unused["split"] = "with [[eval_source]]: each source has its own"
+        unused |= dict.fromkeys(_OF_FOLDER, "with [[eval_source]]: each source has its own")
     return unused
 
 

@@ -56,9 +56,11 @@ class Dataset:
             _check_row(row, prompt_key, self.location(index))
 
     @classmethod
-    def from_path(cls, path: Path, prompt_key: str = "prompt", split: str | None = None) -> Dataset:
+    def from_path(
+        cls, path: Path, prompt_key: str = "prompt", split: str | None = None, subset: str | None = None
+    ) -> Dataset:
         """Read a file or a folder, see `read_rows`. Raises DataError naming file, line, rule and remedy."""
-        return cls(read_rows(path, split), prompt_key, str(path), is_jsonl=path.suffix == ".jsonl")
+        return cls(read_rows(path, split, subset), prompt_key, str(path), is_jsonl=path.suffix == ".jsonl")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -395,13 +397,13 @@ def mixing_schedule(ratios: tuple[float, ...]) -> tuple[int, ...]:
     return tuple(order)
 
 
-def read_rows(path: Path, split: str | None = None) -> Rows:
-    """The rows of a .jsonl or .parquet file, or of a folder and its `split`. Raises DataError.
+def read_rows(path: Path, split: str | None = None, subset: str | None = None) -> Rows:
+    """The rows of a .jsonl or .parquet file, or of a folder, its `subset` and its `split`. Raises DataError.
 
     Rows of a folder stay on disk until they are read.
     """
     if path.is_dir():
-        return _read_folder(path, split)
+        return _read_folder(path, split, subset)
     if not path.is_file():
         raise DataError(f"dataset {path} does not exist; name an existing file or folder")
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
@@ -409,8 +411,9 @@ def read_rows(path: Path, split: str | None = None) -> Rows:
         raise DataError(
             f"dataset {path} must be a {' or '.join(readers)} file, or a folder saved by datasets"
         )
-    if split is not None:
-        raise DataError(f"{path}: split = {split!r}, but a file has no splits; remove the split")
+    for key, value in (("split", split), ("subset", subset)):
+        if value is not None:
+            raise DataError(f"{path}: {key} = {value!r}, but a file has no {key}s; remove the {key}")
     return readers[path.suffix](path)
 
 
@@ -447,19 +450,24 @@ def _read_parquet(path: Path) -> list[Any]:
     return rows
 
 
-def _read_folder(path: Path, split: str | None) -> Rows:
+def _read_folder(path: Path, split: str | None, subset: str | None) -> Rows:
     """A folder written by `save_to_disk`, or one of .jsonl, .parquet or .csv files."""
     try:
         import datasets
     except ImportError as error:
         raise _missing_package(path, "a folder", "datasets") from error
+    if subset is not None and (path / "dataset_dict.json").is_file():
+        raise DataError(
+            f"{path}: subset = {subset!r}, but save_to_disk wrote a single one; remove the subset"
+        )
     is_saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
     try:
-        found = datasets.load_from_disk(str(path)) if is_saved else datasets.load_dataset(str(path))
+        found = datasets.load_from_disk(str(path)) if is_saved else datasets.load_dataset(str(path), subset)
     except Exception as error:  # the library raises many types
         raise DataError(
-            f"{path} cannot be read by datasets: {error}; give a folder that save_to_disk wrote, "
-            "or one of .jsonl or .parquet files"
+            f"{path} cannot be read by datasets: {' '.join(str(error).split())}; give a folder that "
+            "save_to_disk wrote, or one of .jsonl or .parquet files; choose one of several subsets with "
+            "data.subset"
         ) from error
     return _select_split(path, found, split)
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import psutil
 
-from dora.config.schema import Config, EvalSourceSection, SourceSection
+from dora.config.schema import Config, DataSection, EvalSection, EvalSourceSection, SourceSection
 from dora.config.validate import check_context
 from dora.core.types import AdaptiveStalenessRule, CurriculumRule, EvaluationRule, GroupId, Limits, RequestId
 from dora.data import gcd
@@ -197,7 +197,7 @@ def training_prompts(config: Config, out: Path, encoder: PromptEncoder) -> Datas
     if data.path is None:
         dataset: Dataset = _mixed(config, "source", config.source, built_in)
     else:
-        dataset = _read(data.path, data.prompt_key, data.split, built_in)
+        dataset = _read(data, data.prompt_key, built_in)
     return _filtered(config, dataset, encoder)
 
 
@@ -213,7 +213,7 @@ def held_out_prompts(config: Config, encoder: PromptEncoder) -> Dataset | None:
     if settings.path is None:
         dataset: Dataset = _mixed(config, "eval_source", config.eval_source, built_in)
     else:
-        dataset = _read(settings.path, config.data.prompt_key, settings.split, built_in)
+        dataset = _read(settings, config.data.prompt_key, built_in)
     return _filtered(config, dataset, encoder).head(settings.num_prompts)
 
 
@@ -234,14 +234,19 @@ def _mixed(
     for source in sources:
         with naming_source(source.name, table):
             key = source.prompt_key or config.data.prompt_key
-            parts[source.name] = _read(source.path, key, source.split, built_in)
+            parts[source.name] = _read(source, key, built_in)
     return MixedDataset(parts, table)
 
 
-def _read(path: str, prompt_key: str, split: str | None, built_in: BuiltInTask) -> Dataset:
-    if path == "gcd":
+def _read(
+    given: DataSection | EvalSection | SourceSection | EvalSourceSection,
+    prompt_key: str,
+    built_in: BuiltInTask,
+) -> Dataset:
+    assert given.path is not None
+    if given.path == "gcd":
         return Dataset(built_in.rows(), "prompt", built_in.name)
-    return Dataset.from_path(Path(path), prompt_key, split)
+    return Dataset.from_path(Path(given.path), prompt_key, given.split, given.subset)
 
 
 def _filtered(config: Config, dataset: Dataset, encoder: PromptEncoder) -> Dataset:
