@@ -1,4 +1,4 @@
-"""How Triton's kernels run, that no example of a property has a time limit, and which tests are repeated."""
+"""Settings of all tests: Triton's kernels, an offline hub, no time limits of properties, repeated tests."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():  # Triton must know before it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that looks like one of the hub downloads nothing
 
 settings.register_profile("dora", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dora")

@@ -139,6 +139,7 @@ KEPT_IN: dict[str, tuple[str, ...]] = {
     "gymnasium": ("dora.envs.gymnasium",),
     "transformers": ("dora.data.chat", "dora.rewards.classifier", "dora.model.transformers_model"),
     "datasets": ("dora.data.dataset",),
+    "huggingface_hub": ("dora.config.hub",),
     "math_verify": ("dora.rewards.math_verify",),
     "opentelemetry": ("dora.metrics.otel",),
     "typer": ("dora.cli",),

@@ -79,17 +79,24 @@ class ServiceError(DoraError):
         self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
 
 
-def download_hint(name: str, folder: Path, kind: str = "model") -> str:
+def is_hub_name(name: str) -> bool:
+    """Whether it can be the name of a repository on the Hugging Face hub."""
+    return _HUB_NAME.fullmatch(name) is not None
+
+
+def download_hint(name: str, folder: Path, kind: str = "model", revision: str | None = None) -> str:
     """The remedy for a missing `folder`; empty unless `name` can be a Hugging Face hub name.
 
     `kind` is the type of repository on the hub: model or dataset.
     """
-    if not _HUB_NAME.fullmatch(name):
+    if not is_hub_name(name):
         return ""
-    repo_type = "" if kind == "model" else f"--repo-type {kind} "
+    options = ("" if kind == "model" else f"--repo-type {kind} ") + (
+        f"--revision {revision} " if revision else ""
+    )
     return (
-        f"; DORA-RL downloads nothing: if {name} is a {kind} of the Hugging Face hub, run "
-        f"`hf download {name} {repo_type}--local-dir {folder}`"
+        f"; if {name} is a {kind} of the Hugging Face hub, run "
+        f"`hf download {name} {options}--local-dir {folder}`"
     )
 
 

@@ -1,12 +1,15 @@
-"""C2 of a run with several datasets: each has epochs of its own."""
+"""C2 of the order of prompts: each dataset has epochs of its own, and a curriculum skips prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from dora.audit.guarantees import GuaranteeAudit
-from dora.core.events import PromptsFetched
-from dora.core.types import GroupId, Limits
+from dora.core.actions import Admit, SkipPrompts
+from dora.core.events import GroupScored, PromptsFetched
+from dora.core.types import CurriculumRule, GroupId, Limits
 
 ROWS = (2, 3)  # of two sources
 GROUPS = [(0, 1), (0, 4), (0, 0), (0, 2), (1, 0), (0, 3), (1, 1), (1, 2)]
@@ -34,3 +37,29 @@ def test_a_repeated_row_and_a_row_outside_are_found() -> None:
     assert len(findings([(0, 1), (0, 1)])) == 1
     assert len(findings([(0, 5)])) == 1
     assert len(findings([(0, -3)])) == 1
+
+
+@pytest.mark.parametrize(
+    ("skipped", "admitted", "finding"),
+    [
+        ([GroupId(1, 0)], (3, GroupId(1, 1)), None),
+        ([], (3, GroupId(1, 1)), "the curriculum skipped no group, expected 1/0"),
+        ([], (2, GroupId(1, 0)), "the curriculum skipped no group, expected 1/0"),
+        ([GroupId(1, 1)], (2, GroupId(1, 0)), "the curriculum skipped 1/1, expected 1/0"),
+        ([GroupId(1, 0)], (2, GroupId(1, 0)), "group 1/0 has index 2, expected 3"),
+    ],
+)
+def test_a_prompt_is_skipped_exactly_after_a_solved_group(
+    skipped: list[GroupId], admitted: tuple[int, GroupId], finding: str | None
+) -> None:
+    audit = GuaranteeAudit(Limits(1, 1, 1, 0, curriculum=CurriculumRule(1.0, None, 1)), 2)
+    audit.observe(PromptsFetched(0, (GroupId(0, 0), GroupId(0, 1))))
+    audit.observe(Admit(GroupId(0, 0), 0, 0, 0))
+    audit.observe(Admit(GroupId(0, 1), 1, 0, 0))
+    for row in (0, 1):
+        audit.observe(GroupScored(GroupId(0, row), (float(row == 0),)))
+    audit.observe(PromptsFetched(2, (GroupId(1, 0), GroupId(1, 1))))
+    if skipped:
+        audit.observe(SkipPrompts(tuple(skipped)))
+    audit.observe(Admit(admitted[1], admitted[0], 0, 0))
+    assert audit.findings[:1] == ([] if finding is None else [f"C2: {finding}"])

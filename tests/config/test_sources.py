@@ -51,6 +51,55 @@ def test_sources_that_cannot_be_mixed_are_refused(mixed: Path, overrides: list[s
     assert why in error_of(mixed, *overrides)
 
 
+EVAL_SOURCES = """
+[[eval_source]]
+name = "easy"
+path = "prompts.jsonl"
+[[eval_source]]
+name = "gcd"
+path = "gcd"
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["eval.path=gcd"], "eval.path = 'gcd' with [[eval_source]] easy: list all held-out datasets"),
+        (["eval_source.gcd.name=easy"], "eval_source.easy is there twice"),
+        (["eval_source.easy.path=nowhere.jsonl"], "eval_source.easy.path = 'nowhere.jsonl': "),
+        (["eval.split=test"], "eval.split has no effect with [[eval_source]]"),
+    ],
+)
+def test_held_out_sources_that_cannot_be_mixed_are_refused(
+    mixed: Path, overrides: list[str], why: str
+) -> None:
+    mixed.write_text(mixed.read_text() + EVAL_SOURCES)
+    assert why in error_of(mixed, *overrides)
+
+
+def test_held_out_sources_are_part_of_the_resolved_configuration(mixed: Path) -> None:
+    mixed.write_text(mixed.read_text() + EVAL_SOURCES)
+    config = read_config(mixed, ["eval.every=2"])
+    assert config.evaluates_during_training
+    again = tomllib.loads(to_toml(config))
+    assert [source["name"] for source in again["eval_source"]] == ["easy", "gcd"]
+    assert again["eval"]["every"] == 2
+
+
 def test_some_prompts_are_needed(file: Path) -> None:
     file.write_text(file.read_text().replace('path = "prompts.jsonl"\n', ""))
     assert "data.path is missing: name the training prompts, or add [[source]] tables" in error_of(file)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["curriculum.easy_threshold=0.5", "curriculum.hard_threshold=0.5"], "every prompt would be skipped"),
+        (["curriculum.easy_threshold=0"], "input should be greater than 0"),
+        (["curriculum.skip_epochs=2"], "curriculum.skip_epochs has no effect without"),
+        (["curriculum.easy_threshold=1", "data.path=service"], "each uploaded prompt is used once"),
+        (["data.easy_threshold=1"], "easy_threshold is curriculum.easy_threshold here"),
+    ],
+)
+def test_a_curriculum_that_cannot_work_is_refused(file: Path, overrides: list[str], why: str) -> None:
+    assert why in error_of(file, *overrides)

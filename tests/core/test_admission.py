@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from tests.core.fake_workers import FakeWorkers, is_work, limits
 
-from dora.core.actions import Admit, FetchPrompts
+from dora.core.actions import Admit, FetchPrompts, SkipPrompts
 from dora.core.events import EngineLost, GroupScored, Loaded, PromptsFetched, Trained
-from dora.core.types import GroupId, RequestId
+from dora.core.types import CurriculumRule, GroupId, RequestId
 
 
 def test_an_on_policy_run_admits_nothing_while_a_step_trains() -> None:
@@ -130,3 +130,46 @@ def test_the_loss_of_every_engine_stops_admission_until_one_joins() -> None:
     run.join(1, rows=1, slots=1)
     run.deliver_all()
     assert run.orchestrator.done
+
+
+@pytest.mark.parametrize(
+    ("rewards", "is_skipped"),
+    [((1.0, 1.0, 2.0), True), ((1.0, 1.0, 0.9), False), ((1.0, 0.0, 0.0), False), ((0.9, 0.0, -1.0), True)],
+)
+def test_a_prompt_is_skipped_after_a_group_that_is_easy_or_hard(
+    rewards: tuple[float, ...], is_skipped: bool
+) -> None:
+    assert CurriculumRule(1.0, 0.0, 1).skips_after(rewards) == is_skipped
+    assert not CurriculumRule(None, 0.0, 1).skips_after((1.0, 1.0))
+    assert not CurriculumRule(1.0, None, 1).skips_after((0.0, 0.0))
+
+
+@pytest.mark.parametrize("thresholds", [(None, None), (0.5, 0.5), (0.25, 0.5)])
+def test_a_curriculum_without_groups_between_its_thresholds_is_refused(
+    thresholds: tuple[float | None, float | None],
+) -> None:
+    with pytest.raises(ValueError, match="hard_threshold below easy_threshold"):
+        CurriculumRule(*thresholds, 1)
+
+
+def test_a_solved_prompt_returns_after_the_epochs_in_which_it_is_skipped() -> None:
+    """Prompt 0 of six is solved whenever it is tried."""
+    run = FakeWorkers(limits(num_steps=12, curriculum=CurriculumRule(1.0, None, 2)), num_prompts=6)
+    run.solved_rows = [0]
+    run.join(0, rows=2, slots=1)
+    run.deliver_all()
+    admitted = [(action.index, action.group) for action in run.actions(Admit)]
+    assert [group.epoch for _, group in admitted if group.row == 0] == [0, 3]
+    assert {group.row for _, group in admitted if group.epoch in (1, 2)} == {1, 2, 3, 4, 5}
+    assert all(index == 6 * group.epoch + group.row for index, group in admitted)
+    skipped = [group for action in run.actions(SkipPrompts) for group in action.groups]
+    assert skipped[:2] == [GroupId(1, 0), GroupId(2, 0)]
+    assert run.state.num_skipped == len(skipped)
+
+
+def test_a_run_whose_prompts_are_all_skipped_goes_on_with_a_later_epoch() -> None:
+    run = FakeWorkers(limits(num_steps=3, curriculum=CurriculumRule(None, 0.0, 3)), num_prompts=2)
+    run.join(0, rows=2, slots=1)
+    run.deliver_all()
+    assert run.orchestrator.done
+    assert [action.group.epoch for action in run.actions(Admit)] == [0, 0, 1, 1, 5, 5]

@@ -41,7 +41,7 @@ def test_the_prompt_may_be_in_another_column(tmp_path: Path) -> None:
         ('{"prompt": "a"}\n["b"]\n', "line 2: is a list"),
         (
             '{"text": "a"}\n',
-            "has no column 'prompt' among its 1 columns; name the prompt's column with data.prompt_key",
+            "has no column 'prompt' among its 1 columns; name the prompt's column with prompt_key",
         ),
         ('{"prompt": 7}\n', "prompt is a int, must be a string"),
         ('{"prompt": "a", "completion": "b"}\n', "the column 'completion' has the name of an argument"),
@@ -140,3 +140,18 @@ def test_without_shuffling_rows_are_in_file_order() -> None:
         (0, 2),
         (1, 0),
     ]
+
+
+def test_overlong_prompts_are_left_out_and_rows_keep_their_numbers() -> None:
+    rows = [{"prompt": text, "id": number} for number, text in enumerate(("aaaa", "a", "aaa", "aa"))]
+    kept = Dataset(rows, origin="x.jsonl", is_jsonl=True).without_overlong(len, max_prompt_length=2)
+    assert [(kept.prompt(index), kept.fields(index)) for index in range(len(kept))] == [
+        ("a", {"id": 1}),
+        ("aa", {"id": 3}),
+    ]
+    assert kept.num_overlong == 2
+    assert (kept.location(1), kept.head(1).location(0)) == ("x.jsonl, line 4", "x.jsonl, line 2")
+    with pytest.raises(DataError, match=r"all prompts have more than data\.max_prompt_length = 0 tokens"):
+        kept.without_overlong(len, max_prompt_length=0)
+    with pytest.raises(DataError, match=r"line 1: the prompt has 0 tokens"):
+        Dataset([{"prompt": ""}], is_jsonl=True).without_overlong(len, max_prompt_length=2)

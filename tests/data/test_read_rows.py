@@ -89,3 +89,17 @@ def test_a_folder_of_files_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"empty cannot be read by datasets: .*; give a folder"):
         read_rows(tmp_path / "empty")
+
+
+def test_a_subset_of_a_folder_is_selected(tmp_path: Path) -> None:
+    """As of openai/gsm8k, whose README.md lists its subsets."""
+    pytest.importorskip("datasets")
+    subsets = [f"- config_name: {name}\n  data_files: {name}.jsonl" for name in ("main", "other")]
+    write(tmp_path / "README.md", "\n".join(["---", "configs:", *subsets, "---", ""]))
+    for name in ("main", "other"):
+        write(tmp_path / f"{name}.jsonl", json.dumps({"prompt": name}) + "\n")
+    assert [*read_rows(tmp_path, "train", "other")] == [{"prompt": "other"}]
+    with pytest.raises(DataError, match=r"choose one of several subsets with data\.subset"):
+        read_rows(tmp_path, "train")
+    with pytest.raises(DataError, match="a file has no subsets; remove the subset"):
+        read_rows(tmp_path / "main.jsonl", subset="main")

@@ -49,7 +49,9 @@ def test_every_config_key_is_on_its_page() -> None:
 
 
 def test_documented_evaluation_metrics_are_those_of_an_evaluation() -> None:
-    evaluation = EvaluationResult(7, num_prompts=2, num_responses=3, is_greedy=True)
+    evaluation = EvaluationResult(
+        7, num_prompts=2, num_responses=3, is_greedy=True, sources={"easy": range(1), "hard": range(1, 2)}
+    )
     for prompt in range(2):
         evaluation.update(GroupScored(GroupId(-8, prompt), (1.0, 0.0, 1.0)))
     evaluation.lengths.append(3)

@@ -119,3 +119,19 @@ def test_the_time_in_which_a_run_only_evaluates_does_not_count() -> None:
         metrics.update(now, None, [], state)
     assert metrics.now_s - metrics.started_s == metrics.trainer_idle_s == (2.0 - 1.0) + (12.0 - 5.0)
     assert (metrics.rollout_s, metrics.live_version_s) == (0.0, 0.0)
+
+
+def test_each_source_has_its_own_pass_rates() -> None:
+    """A prompt of "easy" passes always; of the two of "hard" one passes sometimes, and one has failed."""
+    result = EvaluationResult(
+        4, num_prompts=3, num_responses=2, is_greedy=False, sources={"easy": range(1), "hard": range(1, 3)}
+    )
+    result.update(GroupScored(GroupId(-5, 0), (1.0, 1.0)))
+    result.update(GroupScored(GroupId(-5, 1), (1.0, 0.0)))
+    found = result.metrics()
+    names = ("easy/pass@1", "hard/pass@1", "hard/pass@2", "pass@1", "easy/num_failed", "hard/num_failed")
+    assert [found[f"val/{name}"] for name in names] == pytest.approx([1.0, 0.25, 0.5, 0.5, 0, 1])
+    assert found["val/hard/reward_mean"] == 0.25
+    assert result.to_json()["hard/pass@1"] == 0.25
+    assert "easy: sampled 1.000" in result.describe()
+    assert [name for name in found if "version" in name] == ["val/version"]

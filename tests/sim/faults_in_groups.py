@@ -21,7 +21,7 @@ from dora.core import (
     stragglers,
     weight_sync,
 )
-from dora.core.actions import Action, Admit, Filter, Publish, Score, Train
+from dora.core.actions import Action, Admit, Filter, Publish, Score, SkipPrompts, Train
 from dora.core.bound import bound_holds, num_admissible
 from dora.core.events import Event, Published, RequestFailed, RequestFinished, StepFailed
 from dora.core.state import GroupRecord, RequestRecord, State
@@ -256,6 +256,16 @@ def a_retried_request_changes_its_version(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(State, "restart_request", on_the_newest)
 
 
+def no_prompt_is_skipped_by_the_curriculum(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(event_handlers, "_update_curriculum", lambda state, event: None)
+
+
+def a_skipped_prompt_is_not_reported(patch: pytest.MonkeyPatch) -> None:
+    after_handling(
+        patch, lambda state, event, actions: [o for o in actions if not isinstance(o, SkipPrompts)]
+    )
+
+
 FAULTS: list[tuple[Fault, str]] = [
     (a_request_is_retried_without_end, "and its engine was not lost"),
     (no_request_is_retried, "although its request may be retried"),
@@ -272,6 +282,9 @@ FAULTS: list[tuple[Fault, str]] = [
     (groups_are_admitted_at_a_version_that_no_engine_holds, "which no engine holds"),
     (a_prompt_is_admitted_twice, "C2"),
     (a_prompt_is_skipped, "has index"),
+    (no_prompt_is_skipped_by_the_curriculum, "the curriculum skipped no group"),
+    (a_skipped_prompt_is_not_reported, "the curriculum skipped no group"),
+    (snapshot_without("skipped_until", []), "the curriculum skipped no group"),
     (the_newest_version_is_never_requested, "deadlock"),
     (a_finished_request_needs_no_decision, "deadlock"),
     (the_cache_of_the_bound_is_never_cleared, "admissible_cache is"),

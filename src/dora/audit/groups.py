@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from dora.audit.steps import StepAudit
-from dora.core.actions import Action, Admit, Fail, Filter, Score, Train
+from dora.core.actions import Action, Admit, Fail, Filter, Score, SkipPrompts, Train
 from dora.core.events import Event, GroupScored, PromptsFetched, RequestFinished
 from dora.core.types import GroupId, Limits, RequestId
 from dora.journal.reader import SampleKey, SampleRow
@@ -52,8 +52,11 @@ class GroupAudit:
         self._num_fetched: Counter[int] = Counter()  # of each source
         self._steps = steps
         self._samples = samples
-        self._fetched: list[GroupId] = []
-        self._known: set[GroupId] = set()  # the fetched groups again
+        self._num_positions = 0  # of the dataset, fetched so far
+        self._admissible: list[tuple[int, GroupId]] = []  # fetched and not skipped, with their positions
+        self._known: set[GroupId] = set()  # all fetched groups
+        self._due_skips: tuple[GroupId, ...] = ()  # of the last fetch
+        self._skipping_epochs: defaultdict[int, set[int]] = defaultdict(set)  # row -> of easy or hard groups
         self._rewards: dict[GroupId, tuple[float, ...]] = {}
         self._outcome_of: dict[GroupId, str] = {}
 
@@ -61,6 +64,9 @@ class GroupAudit:
         match record:
             case PromptsFetched():
                 self._on_fetched(record)
+            case SkipPrompts(groups):
+                self._check(groups == self._due_skips, _describe_skips(groups, self._due_skips))
+                self._due_skips = ()
             case Admit():
                 self._on_admit(record)
             case RequestFinished(_, request):
@@ -70,6 +76,8 @@ class GroupAudit:
                 self._check_finished(group, "is scored")
             case GroupScored(group, rewards):
                 self._rewards[group] = rewards
+                if (rule := self._limits.curriculum) and not group.is_held_out and rule.skips_after(rewards):
+                    self._skipping_epochs[group.row].add(group.epoch)
             case Filter(group, _):
                 self._end(group, "filtered")
             case Fail(group, _):
@@ -106,11 +114,11 @@ class GroupAudit:
 
     def _on_fetched(self, event: PromptsFetched) -> None:
         self._check(
-            event.first_index == len(self._fetched),
-            f"prompts were fetched from position {event.first_index}, expected {len(self._fetched)}",
+            event.first_index == self._num_positions,
+            f"prompts were fetched from position {event.first_index}, expected {self._num_positions}",
         )
-        for group in event.groups:
-            position = len(self._fetched)
+        self._due_skips = ()
+        for position, group in enumerate(event.groups, self._num_positions):
             epoch, end = 0, position + 1
             if self._bounds is not None:  # each source has epochs of its own
                 end = self._bounds[-1]
@@ -122,16 +130,28 @@ class GroupAudit:
                 f"position {position} of the dataset is group {group}: "
                 f"expected a new row of epoch {epoch} below {end}",
             )
-            self._fetched.append(group)
+            if self._is_skipped(group):
+                self._due_skips += (group,)
+            else:
+                self._admissible.append((position, group))
             self._known.add(group)
+        self._num_positions += len(event.groups)
+
+    def _is_skipped(self, group: GroupId) -> bool:
+        """Whether the curriculum skips a prompt that is fetched now."""
+        rule = self._limits.curriculum
+        if rule is None:
+            return False
+        first = group.epoch - rule.skip_epochs
+        return any(first <= epoch < group.epoch for epoch in self._skipping_epochs[group.row])
 
     def _on_admit(self, action: Admit) -> None:
         group, index = action.group, action.index
-        self._check(
-            index == self.num_admitted, f"group {group} has index {index}, expected {self.num_admitted}"
-        )
+        self._check(not self._due_skips, _describe_skips((), self._due_skips))
+        is_fetched = self.num_admitted < len(self._admissible)
+        position, fetched = self._admissible[self.num_admitted] if is_fetched else (None, None)
         self.num_admitted += 1
-        fetched = self._fetched[index] if 0 <= index < len(self._fetched) else None
+        self._check(index == position, f"group {group} has index {index}, expected {position}")
         self._check(
             group == fetched,
             f"group {group} was admitted at index {index}, but group {fetched} was fetched there",
@@ -222,6 +242,11 @@ class GroupAudit:
         for request in self.finished:
             is_stored = (str(request.group), request.sibling) in samples or request.group in is_trained
             self._check(is_stored, f"request {request} finished and is not in the sample store")
+
+
+def _describe_skips(groups: Sequence[GroupId], expected: Sequence[GroupId]) -> str:
+    names = [", ".join(map(str, some)) or "no group" for some in (groups, expected)]
+    return f"the curriculum skipped {names[0]}, expected {names[1]}"
 
 
 def _describe_state(row: SampleRow) -> str:

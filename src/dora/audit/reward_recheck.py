@@ -14,12 +14,13 @@ from typing import Any
 
 from dora.audit.logprob_recheck import read_run_config, spread
 from dora.core.types import GroupId
+from dora.data.chat import PromptEncoder
 from dora.data.dataset import Dataset
 from dora.data.tokenizer import Tokenizer
 from dora.errors import InputError
 from dora.journal.reader import SampleRow, read_responses, read_samples
 from dora.rewards.base import RewardInput, load_reward, score
-from dora.runtime.run_setup import training_prompts
+from dora.runtime.run_setup import template_of, training_prompts
 from dora.runtime.scoring.reward_manager import RewardTask, reward_tasks
 from dora.runtime.scoring.reward_worker import encode_prompt_row
 from dora.text import plural
@@ -56,11 +57,12 @@ def check(run: Path, num: int) -> RewardRecheck:
     scored = [row for row in read_samples(run).values() if row.reward is not None and row.group[0] != "-"]
     rows = spread(scored, num)
     try:
-        dataset = training_prompts(config, run)
+        tokenizer = Tokenizer(Path(config.model.path))
+        dataset = training_prompts(config, run, PromptEncoder(tokenizer, template_of(config)))
         tasks = reward_tasks(config, dataset.columns)
         if external := [task.name for task in tasks if task.is_external]:
             return RewardRecheck(0, (), (f"the service received the rewards of {', '.join(external)}",))
-        inputs = _inputs(run, rows, dataset, Tokenizer(Path(config.model.path)))
+        inputs = _inputs(run, rows, dataset, tokenizer)
         first, second = (_score(tasks, inputs) for _ in range(2))
     except InputError as error:
         return RewardRecheck(0, (), (str(error),))

@@ -13,15 +13,17 @@ import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from dora.config.aliases import find_trainer_alias, removed_keys, renamed_keys, renamed_tables
+from dora.config.hub import RepoType, commit_of, fetch, missing_snapshot_hint
 from dora.config.schema import (
     LIST_SECTIONS,
     Config,
+    EvalSourceSection,
     FleetSection,
     RewardTaskSection,
     SourceSection,
@@ -29,7 +31,7 @@ from dora.config.schema import (
     iter_sections,
 )
 from dora.config.validate import check
-from dora.errors import ConfigError, download_hint, not_utf8
+from dora.errors import ConfigError, is_hub_name, not_utf8
 
 SERVICE = "service"  # in place of a path or a class: the input comes through the service
 BUILT_IN = {
@@ -38,11 +40,15 @@ BUILT_IN = {
     "reward": (SERVICE,),
     "engine": ("vllm", "vllm-lora", "sglang", "transformers"),
 }  # values that are neither paths nor classes
-HUB_KINDS = {
+HUB_KINDS: dict[str, RepoType] = {
     **dict.fromkeys(("model.path", "critic.path", "distillation.teachers"), "model"),
     **dict.fromkeys(("data.path", "eval.path"), "dataset"),
 }
+HAS_REVISION = ("model", "data", "eval")  # sections
 POLICY_KEYS = ("max_staleness", "batches_per_version", "ablations")  # they belong to one update policy
+
+
+SourceT = TypeVar("SourceT", SourceSection, EvalSourceSection)
 
 
 class Override(NamedTuple):
@@ -298,10 +304,14 @@ def _resolve_paths(config: Config, folder_of: Callable[[str], Path]) -> Config:
         value, name = getattr(getattr(config, section), key), f"{section}.{key}"
         built_in = BUILT_IN.get(section, ())
         if value not in (None, *built_in):
-            changes[section][key] = _existing_path(name, value, folder_of(name), built_in)
+            revision = getattr(config, section).revision if section in HAS_REVISION else None
+            path = _existing_path(name, value, folder_of(name), built_in, HUB_KINDS.get(name), revision)
+            changes[section][key] = path
+            if section in HAS_REVISION:
+                changes[section]["revision"] = commit_of(path)
     key, teachers = "distillation.teachers", config.distillation
     changes["distillation"]["teachers"] = teachers.servers + [
-        _existing_path(key, folder, folder_of(key)) for folder in teachers.folders
+        _existing_path(key, folder, folder_of(key), kind="model") for folder in teachers.folders
     ]
     if config.engine.options is not None:
         changes["engine"]["options"] = _resolve_python(config.engine.options, folder_of("engine.options"))
@@ -309,7 +319,10 @@ def _resolve_paths(config: Config, folder_of: Callable[[str], Path]) -> Config:
         section: getattr(config, section).model_copy(update=new) for section, new in changes.items() if new
     }
     update["fleet"] = [_resolve_fleet(fleet, folder_of) for fleet in config.fleet]
-    update["source"] = [_resolve_source(source, folder_of) for source in config.source]
+    update["source"] = [_resolve_source("source", source, folder_of) for source in config.source]
+    update["eval_source"] = [
+        _resolve_source("eval_source", source, folder_of) for source in config.eval_source
+    ]
     update["reward_task"] = [_resolve_task(task, folder_of) for task in config.reward_task]
     return config.model_copy(update=update)
 
@@ -325,11 +338,12 @@ def _resolve_task(task: RewardTaskSection, folder_of: Callable[[str], Path]) -> 
     return task.model_copy(update={"factory": factory, "options": options})
 
 
-def _resolve_source(source: SourceSection, folder_of: Callable[[str], Path]) -> SourceSection:
+def _resolve_source(table: str, source: SourceT, folder_of: Callable[[str], Path]) -> SourceT:
     if source.path == "gcd":
         return source
-    key = f"source.{source.name}.path"
-    return source.model_copy(update={"path": _existing_path(key, source.path, folder_of(key))})
+    key = f"{table}.{source.name}.path"
+    path = _existing_path(key, source.path, folder_of(key), kind="dataset", revision=source.revision)
+    return source.model_copy(update={"path": path, "revision": commit_of(path)})
 
 
 def _resolve_fleet(fleet: FleetSection, folder_of: Callable[[str], Path]) -> FleetSection:
@@ -358,13 +372,27 @@ def _resolve_attribute(key: str, value: str, folder_of: Callable[[str], Path]) -
     return f"{_existing_path(key, file, folder_of(key))}:{name}" if file.endswith(".py") else value
 
 
-def _existing_path(key: str, value: str, folder: Path, built_in: Sequence[str] = ()) -> str:
+def _existing_path(
+    key: str,
+    value: str,
+    folder: Path,
+    built_in: Sequence[str] = (),
+    kind: RepoType | None = None,
+    revision: str | None = None,
+) -> str:
+    """The absolute path; for the name of a hub repository of this kind, that of its snapshot."""
     path = (folder / Path(value).expanduser()).resolve()
     if path.exists():
+        if revision not in (None, commit_of(str(path))):
+            raise ConfigError(
+                f"{key} = {value!r} with revision = {revision!r}: the path exists, and only a hub "
+                "repository has revisions; remove it, or name the repository"
+            )
         return str(path)
-    kind = HUB_KINDS.get(key)
+    if kind is not None and is_hub_name(value):
+        return str(fetch(key, value, kind, revision, path))
     raise ConfigError(
         f"{key} = {value!r}: {path} does not exist (this path is relative to {folder})"
         + (f"; name an existing path, or the built-in {' or '.join(built_in)}" if built_in else "")
-        + (download_hint(value, path, kind) if kind else "")
+        + missing_snapshot_hint(str(path))
     )

@@ -72,7 +72,14 @@ class ModelSection(Section):
     """The policy to train."""
 
     path: str = Field(
-        description="Model folder in Hugging Face format: config.json, *.safetensors, tokenizer.json (path)."
+        description="Model folder in Hugging Face format (config.json, *.safetensors, tokenizer.json), or "
+        "the name of a model on the hub, such as Qwen/Qwen3-0.6B (path or name)."
+    )
+    revision: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Branch, tag or commit on the hub (name). Unset: the newest; the run's configuration has "
+        "the commit.",
     )
 
 
@@ -81,13 +88,25 @@ class DataSection(Section):
 
     path: str | None = Field(
         default=None,
-        description="A .jsonl or .parquet file, or a folder that the library `datasets` reads (path); the "
-        'built-in "gcd"; or "service", for prompts submitted through `dora serve`. Unset: [[source]].',
+        description="A .jsonl or .parquet file, a folder that the library `datasets` reads, or the name of a "
+        'dataset on the hub, such as openai/gsm8k (path or name); the built-in "gcd"; or "service", for '
+        "prompts submitted through `dora serve`. Unset: [[source]].",
     )
     split: str | None = Field(
         default=None,
         min_length=1,
         description='Split of a dataset folder, such as "train" (name). Unset: its only split.',
+    )
+    subset: str | None = Field(
+        default=None,
+        min_length=1,
+        description='Subset of a dataset folder, its configuration in `datasets`, such as "main" (name).',
+    )
+    revision: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Branch, tag or commit on the hub (name). Unset: the newest; the run's configuration has "
+        "the commit.",
     )
     prompt_key: str = Field(
         default="prompt",
@@ -103,6 +122,9 @@ class DataSection(Section):
     max_prompt_length: Count = Field(
         default=256, description="Maximum prompt length; a longer prompt is an error (tokens)."
     )
+    filter_overlong_prompts: bool = Field(
+        default=False, description="Leave out longer prompts, also of evaluations, and report their number."
+    )
     shuffle: bool = Field(
         default=True, description="Shuffle the prompts in every epoch, in an order fixed by run.seed."
     )
@@ -117,9 +139,50 @@ class SourceSection(Section):
         default=1.0, gt=0, description="Share of the groups, relative to the other sources (no unit)."
     )
     split: str | None = Field(default=None, min_length=1, description="As data.split (name).")
+    revision: str | None = Field(default=None, min_length=1, description="As data.revision (name).")
+    subset: str | None = Field(default=None, min_length=1, description="As data.subset (name).")
     prompt_key: str | None = Field(
         default=None, min_length=1, description="As data.prompt_key (name). Unset: data.prompt_key."
     )
+
+
+class EvalSourceSection(Section):
+    """One of several datasets of held-out prompts. The column `source` has its name, as in [[source]]."""
+
+    name: TableName = Field(description="Name in metrics and in the column `source` (name).")
+    path: str = Field(description="As eval.path (path).")
+    split: str | None = Field(default=None, min_length=1, description="As eval.split (name).")
+    revision: str | None = Field(default=None, min_length=1, description="As data.revision (name).")
+    subset: str | None = Field(default=None, min_length=1, description="As data.subset (name).")
+    prompt_key: str | None = Field(
+        default=None, min_length=1, description="As data.prompt_key (name). Unset: data.prompt_key."
+    )
+
+
+class CurriculumSection(Section):
+    """Skip prompts that the policy always or never solves: responses solve a prompt with a reward >= 1."""
+
+    easy_threshold: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="A prompt is skipped for some epochs after a group with at least this solved share, "
+        "which is the fraction of its responses that solve the prompt (0 to 1). Unset: no limit.",
+    )
+    hard_threshold: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="A prompt is also skipped after a group with at most this solved share (0 to 1). Unset: "
+        "no limit.",
+    )
+    skip_epochs: int = Field(
+        default=1, ge=1, le=100, description="Epochs in which such a prompt is skipped (count)."
+    )
+
+    @property
+    def is_on(self) -> bool:
+        return self.easy_threshold is not None or self.hard_threshold is not None
 
 
 class SamplingSection(Section):
@@ -734,18 +797,20 @@ class EvalSection(Section):
 
     path: str | None = Field(
         default=None,
-        description='Held-out prompts: a file or folder, as in data.path (path), or "gcd". Unset: no '
-        "evaluation.",
+        description='Held-out prompts: a file or folder, as in data.path (path), or "gcd". Unset: '
+        "[[eval_source]], or no evaluation.",
     )
     split: str | None = Field(
         default=None,
         min_length=1,
         description='Split of a dataset folder, such as "test" (name). Unset: its only split.',
     )
+    revision: str | None = Field(default=None, min_length=1, description="As data.revision (name).")
+    subset: str | None = Field(default=None, min_length=1, description="As data.subset (name).")
     num_prompts: int = Field(
         default=256,
         ge=0,
-        description="Maximum number of prompts, from the start of the data (count). 0: no evaluation.",
+        description="Maximum number of prompts of each dataset, from its start (count). 0: no evaluation.",
     )
     greedy: bool = Field(default=True, description="Generate one greedy response for each prompt.")
     num_samples: int = Field(
@@ -923,6 +988,7 @@ class Config(Section):
     model: ModelSection
     data: DataSection = DataSection()
     source: list[SourceSection] = Field(default=[])
+    curriculum: CurriculumSection = CurriculumSection()
     sampling: SamplingSection
     reward: RewardSection = RewardSection()
     reward_task: list[RewardTaskSection] = Field(default=[])
@@ -937,6 +1003,7 @@ class Config(Section):
     orchestrator: OrchestratorSection = OrchestratorSection()
     weights: WeightsSection = WeightsSection()
     eval: EvalSection = EvalSection()
+    eval_source: list[EvalSourceSection] = Field(default=[])
     metrics: MetricsSection = MetricsSection()
     journal: JournalSection = JournalSection()
     runtime: RuntimeSection = RuntimeSection()
@@ -1020,9 +1087,14 @@ class Config(Section):
         return self.orchestrator.max_staleness + 1 + self.evaluates_during_training
 
     @property
+    def has_held_out(self) -> bool:
+        """Whether held-out prompts are named."""
+        return self.eval.path is not None or bool(self.eval_source)
+
+    @property
     def evaluates_during_training(self) -> bool:
         """Whether held-out prompts are generated during training."""
-        return bool(self.eval.path and self.eval.every)
+        return self.has_held_out and self.eval.every > 0
 
     @property
     def breaks_c1(self) -> bool:
@@ -1114,6 +1186,7 @@ class Config(Section):
 
 LIST_SECTIONS: dict[str, type[Section]] = {
     "source": SourceSection,
+    "eval_source": EvalSourceSection,
     "reward_task": RewardTaskSection,
     "fleet": FleetSection,
 }  # sections that are lists of named tables

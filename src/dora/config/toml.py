@@ -16,7 +16,7 @@ from dora.config.validate import keys_without_effect
 def to_toml(config: Config) -> str:
     """The complete configuration as TOML, without keys that are unset or have no effect."""
     exclude: dict[str, Any] = {section: {*keys} for section, keys in keys_without_effect(config).items()}
-    if not config.eval.path:
+    if not config.has_held_out:
         exclude["eval"] = True
     tables = []
     for section, given in config.model_dump(exclude_none=True, exclude=exclude, by_alias=True).items():

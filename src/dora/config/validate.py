@@ -14,9 +14,13 @@ from dora.trainer import recipe
 Reasons = dict[str, str]  # key -> why it has no effect
 
 
+_OF_FOLDER = ("split", "subset", "revision")  # keys of a dataset folder
+
+
 def check(config: Config) -> None:
     """Check all rules. Raises ConfigError for the first that is broken."""
     _check_sources(config)
+    _check_curriculum(config)
     _check_evaluation(config)
     _check_environment(config)
     _check_reward_tasks(config)
@@ -71,8 +75,7 @@ def _check_sources(config: Config) -> None:
             "and remove data.path, or remove the sources"
         )
     for source in config.source:
-        if names.count(source.name) > 1:
-            raise ConfigError(f"source.{source.name} is there twice; give each [[source]] a name of its own")
+        _check_table_name("source", source.name, names)
         if source.path == "service":
             raise ConfigError(
                 f"source.{source.name}.path = service: a run with uploaded prompts has no other source; set "
@@ -80,15 +83,43 @@ def _check_sources(config: Config) -> None:
             )
 
 
+def _check_table_name(table: str, name: str, names: list[str]) -> None:
+    if names.count(name) > 1:
+        raise ConfigError(f"{table}.{name} is there twice; give each [[{table}]] a name of its own")
+
+
+def _check_curriculum(config: Config) -> None:
+    """Groups between the thresholds exist, and prompts come again in a later epoch."""
+    easy, hard = config.curriculum.easy_threshold, config.curriculum.hard_threshold
+    if easy is not None and hard is not None and hard >= easy:
+        raise ConfigError(
+            f"curriculum.hard_threshold = {hard:g} with curriculum.easy_threshold = {easy:g}: every prompt "
+            "would be skipped; set hard_threshold below easy_threshold"
+        )
+    if config.curriculum.is_on and config.data.path == "service":
+        raise ConfigError(
+            "[curriculum] with data.path = service: each uploaded prompt is used once, so none can be "
+            "skipped later; remove the thresholds"
+        )
+
+
 def _check_evaluation(config: Config) -> None:
     """Evaluation settings need prompts, and a kind of response."""
     evaluation = config.eval
     given = evaluation.model_fields_set - {"path"}
-    if evaluation.path is None and evaluation.num_prompts and given:
+    if not config.has_held_out and evaluation.num_prompts and given:
         raise ConfigError(
             f"eval.{min(given)} is set without eval.path, so nothing is evaluated; set eval.path, or "
             "eval.num_prompts = 0"
         )
+    names = [source.name for source in config.eval_source]
+    if names and evaluation.path is not None:
+        raise ConfigError(
+            f"eval.path = {evaluation.path!r} with [[eval_source]] {names[0]}: list all held-out datasets as "
+            "[[eval_source]] and remove eval.path, or remove the sources"
+        )
+    for name in names:
+        _check_table_name("eval_source", name, names)
     if not evaluation.greedy and not evaluation.num_samples:
         raise ConfigError(
             "eval.greedy = false with eval.num_samples = 0: an evaluation would generate no response; set "
@@ -517,6 +548,7 @@ def keys_without_effect(config: Config) -> dict[str, Reasons]:
     """Section -> key -> why it has no effect in this configuration, for every section."""
     rules: Mapping[str, Callable[[Config], Reasons]] = {
         "data": _unused_in_data,
+        "curriculum": _unused_in_curriculum,
         "sampling": _unused_in_sampling,
         "reward": _unused_in_reward,
         "env": _unused_in_env,
@@ -540,15 +572,24 @@ def keys_without_effect(config: Config) -> dict[str, Reasons]:
 def _unused_in_data(config: Config) -> Reasons:
     unused: Reasons = {}
     if config.source:
-        unused["split"] = "with [[source]]: each source has its own"
+        unused |= dict.fromkeys(_OF_FOLDER, "with [[source]]: each source has its own")
     if config.data.path == "gcd":
-        unused |= dict.fromkeys(("prompt_key", "split"), "with data.path = gcd")
+        unused |= dict.fromkeys(("prompt_key", *_OF_FOLDER), "with data.path = gcd")
     if config.data.path == "service":
         reason = "with data.path = service: each prompt is used once, in the order of arrival"
-        unused |= dict.fromkeys(("split", "shuffle"), reason)
+        unused |= dict.fromkeys((*_OF_FOLDER, "shuffle"), reason)
+        unused["filter_overlong_prompts"] = (
+            "with data.path = service: an upload with such a prompt is refused"
+        )
     if not config.data.chat_template:
         unused["system_prompt"] = "without data.chat_template = true"
     return unused
+
+
+def _unused_in_curriculum(config: Config) -> Reasons:
+    if config.curriculum.is_on:
+        return {}
+    return {"skip_epochs": "without curriculum.easy_threshold or curriculum.hard_threshold"}
 
 
 def _unused_in_sampling(config: Config) -> Reasons:
@@ -721,7 +762,9 @@ def _unused_in_eval(config: Config) -> Reasons:
     if config.eval.every >= config.run.steps:
         unused["every"] = f"with run.steps = {config.run.steps}: no evaluation is due during training"
     if config.eval.path == "gcd":
-        unused["split"] = "with eval.path = gcd"
+        unused |= dict.fromkeys(_OF_FOLDER, "with eval.path = gcd")
+    if config.eval_source:
+        unused |= dict.fromkeys(_OF_FOLDER, "with [[eval_source]]: each source has its own")
     return unused
 
 

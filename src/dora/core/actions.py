@@ -18,6 +18,13 @@ class FetchPrompts:
 
 
 @dataclass(frozen=True, slots=True)
+class SkipPrompts:
+    """Log: these fetched prompts are not admitted: an earlier group of each was easy or hard."""
+
+    groups: tuple[GroupId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Admit:
     """Sample stream: open a group that is generated at `version` and trained by step `deadline`."""
 
@@ -215,6 +222,7 @@ class Stop:
 
 Action = (
     FetchPrompts
+    | SkipPrompts
     | Admit
     | Generate
     | Abort

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from dora.core import evaluation, recovery, weight_sync
-from dora.core.actions import Abort, Action, Fail, Filter, RejectDrain, Score, Train
+from dora.core.actions import Abort, Action, Fail, Filter, RejectDrain, Score, SkipPrompts, Train
 from dora.core.events import (
     DigestReported,
     DrainRequested,
@@ -207,10 +207,16 @@ def _on_prompts_fetched(state: State, event: PromptsFetched) -> list[Action]:
     known = [g for g in event.groups if g in state.groups or g in fetched]
     is_new = not known and len(set(event.groups)) == len(event.groups)
     require(is_new, event, "a group id can be used only once", known)
-    state.prompts.extend(enumerate(event.groups, event.first_index))
     state.next_index += len(event.groups)
     state.num_fetching -= len(event.groups)
-    return []
+    skipped = []
+    for index, group in enumerate(event.groups, event.first_index):
+        if group.epoch <= state.skipped_until.get(group.row, -1):
+            skipped.append(group)
+        else:
+            state.prompts.append((index, group))
+    state.num_skipped += len(skipped)
+    return [SkipPrompts(tuple(skipped))] if skipped else []
 
 
 def _on_request_finished(state: State, event: RequestFinished) -> list[Action]:
@@ -276,6 +282,7 @@ def _on_group_scored(state: State, event: GroupScored) -> list[Action]:
     require(
         len(event.rewards) == state.limits.group_size, event, "every sibling must have a reward", group.id
     )
+    _update_curriculum(state, event)
     if state.limits.filter_groups and len(set(event.rewards)) == 1:
         _end_group(state, group)
         state.num_filtered += 1
@@ -284,6 +291,13 @@ def _on_group_scored(state: State, event: GroupScored) -> list[Action]:
     state.remove_unscored(group)
     bisect.insort(state.ready_groups, (group.deadline, group.index, group.id))
     return []
+
+
+def _update_curriculum(state: State, event: GroupScored) -> None:
+    """Skip the prompt of an easy or hard group in the epochs after that of the group."""
+    rule, (epoch, row) = state.limits.curriculum, event.group
+    if rule is not None and rule.skips_after(event.rewards):
+        state.skipped_until[row] = max(epoch + rule.skip_epochs, state.skipped_until.get(row, 0))
 
 
 def _on_scoring_failed(state: State, event: ScoringFailed) -> list[Action]:

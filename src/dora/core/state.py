@@ -182,6 +182,7 @@ class State(Indexes):
     prompts: deque[tuple[int, GroupId]] = field(default_factory=deque)  # fetched, not admitted: (index, id)
     num_fetching: int = 0
     next_index: int = 0  # position of the next prompt to arrive
+    skipped_until: dict[int, int] = field(default_factory=dict)  # row -> last epoch in which it is skipped
     # rollout
     groups: dict[GroupId, GroupRecord] = field(default_factory=dict)  # admitted, not trained or ended
     requests: dict[RequestId, RequestRecord] = field(default_factory=dict)  # unfinished
@@ -226,6 +227,7 @@ class State(Indexes):
     is_decoding_stragglers_only: bool = False
     # totals
     num_admitted: int = 0
+    num_skipped: int = 0  # prompts
     num_trained: int = 0
     num_filtered: int = 0
     num_failed: int = 0

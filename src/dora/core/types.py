@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
+
+PASSING_REWARD = 1.0  # a response with at least this reward passes: it solves its prompt
 
 
 class ProtocolError(Exception):
@@ -100,6 +103,32 @@ class AdaptiveStalenessRule:
 
 
 @dataclass(frozen=True, slots=True)
+class CurriculumRule:
+    """A prompt with an easy or a hard group is skipped in the next `skip_epochs` epochs.
+
+    A group is easy or hard by its solved share: the fraction of its responses with a passing reward.
+    """
+
+    easy_threshold: float | None  # lowest solved share of an easy group; None: no group is easy
+    hard_threshold: float | None  # highest solved share of a hard group; None: no group is hard
+    skip_epochs: int
+
+    def __post_init__(self) -> None:
+        hard, easy = self.hard_threshold, self.easy_threshold
+        is_ordered = hard is None or easy is None or hard < easy
+        if (hard is None and easy is None) or not is_ordered or self.skip_epochs < 1:
+            raise ValueError(
+                f"{self}: it needs a threshold, hard_threshold below easy_threshold, and skip_epochs >= 1"
+            )
+
+    def skips_after(self, rewards: Sequence[float]) -> bool:
+        """Whether a group with these rewards is easy or hard."""
+        solved_share = sum(reward >= PASSING_REWARD for reward in rewards) / len(rewards)
+        is_easy = self.easy_threshold is not None and solved_share >= self.easy_threshold
+        return is_easy or (self.hard_threshold is not None and solved_share <= self.hard_threshold)
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationRule:
     """The initial, the last and every `every`-th version are evaluated on `num_prompts` held-out prompts."""
 
@@ -150,6 +179,7 @@ class Limits:
     kv_watermark: float = 0.9  # KV usage of an engine above which requests migrate away
     evaluation: EvaluationRule | None = None  # None: no evaluation
     adaptive_staleness: AdaptiveStalenessRule | None = None  # None: S is fixed
+    curriculum: CurriculumRule | None = None  # None: no prompt is skipped
     ablations: tuple[str, ...] = ()  # of ABLATIONS
 
     def __post_init__(self) -> None:

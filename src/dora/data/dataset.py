@@ -7,16 +7,18 @@ over epochs; its state is one integer.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ class Dataset:
     """Rows that each have a prompt. `origin` names them in errors."""
 
     MIN_ROWS = 1
+    num_overlong = 0  # rows that `without_overlong` has left out
+    _numbers: Sequence[int] | None = None  # of the rows in their file; None: all of them in order
 
     def __init__(
         self, rows: Rows, prompt_key: str = "prompt", origin: str = "dataset", is_jsonl: bool = False
@@ -52,17 +56,25 @@ class Dataset:
             _check_row(row, prompt_key, self.location(index))
 
     @classmethod
-    def from_path(cls, path: Path, prompt_key: str = "prompt", split: str | None = None) -> Dataset:
+    def from_path(
+        cls, path: Path, prompt_key: str = "prompt", split: str | None = None, subset: str | None = None
+    ) -> Dataset:
         """Read a file or a folder, see `read_rows`. Raises DataError naming file, line, rule and remedy."""
-        return cls(read_rows(path, split), prompt_key, str(path), is_jsonl=path.suffix == ".jsonl")
+        return cls(read_rows(path, split, subset), prompt_key, str(path), is_jsonl=path.suffix == ".jsonl")
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def head(self, num_rows: int) -> Dataset:
         """The first rows, or all if there are fewer."""
-        rows = [self._rows[index] for index in range(min(num_rows, len(self)))]
-        return Dataset(rows, self.prompt_key, self.origin, self._is_jsonl)
+        return self._subset(range(min(num_rows, len(self))))
+
+    def _subset(self, indices: Sequence[int]) -> Dataset:
+        """Some of the rows, which keep their numbers in errors."""
+        subset = copy.copy(self)
+        subset._rows = _RowSubset(self._rows, indices)
+        subset._numbers = [index if self._numbers is None else self._numbers[index] for index in indices]
+        return subset
 
     def row(self, index: int) -> dict[str, Any]:
         """The row as read, with its prompt."""
@@ -82,48 +94,103 @@ class Dataset:
         """The fields of the first row; None if there is no row."""
         return tuple(self.fields(0)) if len(self) else None
 
+    def lacking(self) -> dict[str, str]:
+        """Column that some of several datasets have -> one that does not."""
+        return {}
+
     def check_prompt_lengths(self, num_tokens: Callable[[Prompt], int], max_prompt_length: int) -> None:
         """Raises DataError for the first prompt without tokens, with too many, or that cannot be tokenized.
 
         `max_prompt_length` in tokens; `num_tokens` may raise DataError itself.
         """
         for index in range(len(self)):
-            try:
-                num = num_tokens(self.prompt(index))
-            except DataError as error:
-                raise DataError(f"{self.location(index)}: {error}") from error
-            if num == 0:
-                raise DataError(
-                    f"{self.location(index)}: the prompt has 0 tokens; it needs at least one, so write a "
-                    "prompt or remove the row"
-                )
-            if num > max_prompt_length:
+            if (num := self._num_tokens(index, num_tokens)) > max_prompt_length:
                 raise DataError(
                     f"{self.location(index)}: the prompt has {num} tokens; must be 1 "
-                    f"to data.max_prompt_length = {max_prompt_length}; shorten it or raise the limit"
+                    f"to data.max_prompt_length = {max_prompt_length}; shorten it, raise the limit, or leave "
+                    "such prompts out with data.filter_overlong_prompts = true"
                 )
+
+    def without_overlong(self, num_tokens: Callable[[Prompt], int], max_prompt_length: int) -> Dataset:
+        """The rows with a prompt of at most `max_prompt_length` tokens.
+
+        Raises DataError for a prompt without tokens or that cannot be tokenized, and if no row is left.
+        """
+        lengths = [self._num_tokens(index, num_tokens) for index in range(len(self))]
+        kept = self._subset([index for index, num in enumerate(lengths) if num <= max_prompt_length])
+        if not len(kept):
+            raise DataError(
+                f"{self.origin}: all prompts have more than data.max_prompt_length = {max_prompt_length} "
+                f"tokens, the shortest {min(lengths)}; raise the limit"
+            )
+        kept.num_overlong = len(self) - len(kept)
+        return kept
+
+    def _num_tokens(self, index: int, num_tokens: Callable[[Prompt], int]) -> int:
+        """Tokens of a prompt. Raises DataError if there are none, or if it cannot be tokenized."""
+        try:
+            num = num_tokens(self.prompt(index))
+        except DataError as error:
+            raise DataError(f"{self.location(index)}: {error}") from error
+        if num == 0:
+            raise DataError(
+                f"{self.location(index)}: the prompt has 0 tokens; it needs at least one, so write a "
+                "prompt or remove the row"
+            )
+        return num
 
     def location(self, index: int) -> str:
         """A row in an error: file, and line or row."""
-        return f"{self.origin}, " + (f"line {index + 1}" if self._is_jsonl else f"row {index}")
+        number = index if self._numbers is None else self._numbers[index]
+        return f"{self.origin}, " + (f"line {number + 1}" if self._is_jsonl else f"row {number}")
+
+
+class _RowSubset(Sequence[Mapping[str, Any]]):
+    """Some rows of others, which are read when they are needed."""
+
+    def __init__(self, rows: Rows, indices: Sequence[int]) -> None:
+        self._rows, self._indices = rows, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[self._indices[index]]
 
 
 class MixedDataset(Dataset):
     """The rows of several named datasets, one after another, each with its name in the column `source`."""
 
-    def __init__(self, parts: Mapping[str, Dataset]) -> None:
-        """Raises DataError if a row has a column `source` of its own."""
-        self.parts, self.origin = dict(parts), "the sources"
+    def __init__(self, parts: Mapping[str, Dataset], table: str = "source") -> None:
+        """`table` is the table that names the parts. Raises DataError if a row has a column `source`."""
+        self.parts, self.origin, self.table = dict(parts), "the sources", table
+        self.num_overlong = sum(part.num_overlong for part in parts.values())
         self._starts = [*accumulate((len(part) for part in parts.values()), initial=0)]
         for name, part in parts.items():
             if "source" in (part.columns or ()):
                 raise DataError(
-                    f"source.{name}: {part.origin} has a column 'source', which is reserved for the name of "
+                    f"{table}.{name}: {part.origin} has a column 'source', which is reserved for the name of "
                     "the source; rename it"
                 )
 
     def __len__(self) -> int:
         return self._starts[-1]
+
+    def head(self, num_rows: int) -> MixedDataset:
+        """The first rows of each source."""
+        return MixedDataset({name: part.head(num_rows) for name, part in self.parts.items()}, self.table)
+
+    def without_overlong(self, num_tokens: Callable[[Prompt], int], max_prompt_length: int) -> MixedDataset:
+        parts = {}
+        for name, part in self.parts.items():
+            with naming_source(name, self.table):
+                parts[name] = part.without_overlong(num_tokens, max_prompt_length)
+        return MixedDataset(parts, self.table)
+
+    @property
+    def rows_by_source(self) -> dict[str, range]:
+        """The indices of the rows of each source."""
+        return {name: range(*ends) for name, ends in zip(self.parts, pairwise(self._starts), strict=True)}
 
     def name_of(self, index: int) -> str:
         """The source of a row."""
@@ -147,13 +214,31 @@ class MixedDataset(Dataset):
         first, *others = ((*(part.columns or ()), "source") for part in self.parts.values())
         return tuple(name for name in first if all(name in other for other in others))
 
+    def lacking(self) -> dict[str, str]:
+        columns = dict.fromkeys(column for part in self.parts.values() for column in part.columns or ())
+        return {
+            column: f"{self.table}.{name} ({part.origin})"
+            for name, part in self.parts.items()
+            for column in columns
+            if column not in (part.columns or ())
+        }
+
     def location(self, index: int) -> str:
         name, part, own = self._find(index)
-        return f"source.{name}: {part.location(own)}"
+        return f"{self.table}.{name}: {part.location(own)}"
 
     def _find(self, index: int) -> tuple[str, Dataset, int]:
         name = self.name_of(index)
         return name, self.parts[name], index - self._starts[bisect_right(self._starts, index) - 1]
+
+
+@contextmanager
+def naming_source(name: str, table: str) -> Iterator[None]:
+    """Errors of the dataset of a table, such as [[source]], begin with the table's name."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{table}.{name}: {error}") from error
 
 
 class GrowingDataset(Dataset):
@@ -217,7 +302,7 @@ def _check_row(row: object, prompt_key: str, location: str) -> None:
     if prompt_key not in row:
         raise DataError(
             f"{location}: has no column {prompt_key!r} among its {len(row)} columns; name the prompt's "
-            "column with data.prompt_key"
+            "column with prompt_key"
         )
     if not _is_prompt(prompt := row[prompt_key]):
         raise DataError(
@@ -312,13 +397,13 @@ def mixing_schedule(ratios: tuple[float, ...]) -> tuple[int, ...]:
     return tuple(order)
 
 
-def read_rows(path: Path, split: str | None = None) -> Rows:
-    """The rows of a .jsonl or .parquet file, or of a folder and its `split`. Raises DataError.
+def read_rows(path: Path, split: str | None = None, subset: str | None = None) -> Rows:
+    """The rows of a .jsonl or .parquet file, or of a folder, its `subset` and its `split`. Raises DataError.
 
     Rows of a folder stay on disk until they are read.
     """
     if path.is_dir():
-        return _read_folder(path, split)
+        return _read_folder(path, split, subset)
     if not path.is_file():
         raise DataError(f"dataset {path} does not exist; name an existing file or folder")
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
@@ -326,8 +411,9 @@ def read_rows(path: Path, split: str | None = None) -> Rows:
         raise DataError(
             f"dataset {path} must be a {' or '.join(readers)} file, or a folder saved by datasets"
         )
-    if split is not None:
-        raise DataError(f"{path}: split = {split!r}, but a file has no splits; remove the split")
+    for key, value in (("split", split), ("subset", subset)):
+        if value is not None:
+            raise DataError(f"{path}: {key} = {value!r}, but a file has no {key}s; remove the {key}")
     return readers[path.suffix](path)
 
 
@@ -364,19 +450,24 @@ def _read_parquet(path: Path) -> list[Any]:
     return rows
 
 
-def _read_folder(path: Path, split: str | None) -> Rows:
+def _read_folder(path: Path, split: str | None, subset: str | None) -> Rows:
     """A folder written by `save_to_disk`, or one of .jsonl, .parquet or .csv files."""
     try:
         import datasets
     except ImportError as error:
         raise _missing_package(path, "a folder", "datasets") from error
+    if subset is not None and (path / "dataset_dict.json").is_file():
+        raise DataError(
+            f"{path}: subset = {subset!r}, but save_to_disk wrote a single one; remove the subset"
+        )
     is_saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
     try:
-        found = datasets.load_from_disk(str(path)) if is_saved else datasets.load_dataset(str(path))
+        found = datasets.load_from_disk(str(path)) if is_saved else datasets.load_dataset(str(path), subset)
     except Exception as error:  # the library raises many types
         raise DataError(
-            f"{path} cannot be read by datasets: {error}; give a folder that save_to_disk wrote, "
-            "or one of .jsonl or .parquet files"
+            f"{path} cannot be read by datasets: {' '.join(str(error).split())}; give a folder that "
+            "save_to_disk wrote, or one of .jsonl or .parquet files; choose one of several subsets with "
+            "data.subset"
         ) from error
     return _select_split(path, found, split)
 

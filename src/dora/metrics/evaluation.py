@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from dora.core.actions import Action, FinishEvaluation, StartEvaluation
 from dora.core.events import Event, GroupScored, RequestFinished
 from dora.core.state import State
-from dora.core.types import EvaluationRule, GroupId
+from dora.core.types import PASSING_REWARD, EvaluationRule, GroupId
 from dora.metrics.rollout import percentile
 from dora.text import plural
 
 VERSION_KEY = "val/version"  # prefix of the lines of metrics.jsonl that belong to an evaluation
-PASSING_REWARD = 1.0
 Z_95 = 1.959964  # standard deviations that enclose 95 % of a normal distribution
 
 
@@ -35,6 +34,7 @@ class EvaluationResult:
     is_greedy: bool
     rewards: dict[GroupId, tuple[float, ...]] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)  # tokens; of sampled responses, if there are any
+    sources: Mapping[str, range] = field(default_factory=dict)  # -> rows of the held-out prompts
 
     def update(self, event: RequestFinished | GroupScored) -> None:
         """Account for an event about one of its prompts."""
@@ -89,7 +89,23 @@ class EvaluationResult:
             found |= {f"val/{name}": value, f"val/{name}_low": low, f"val/{name}_high": high}
         if self.lengths:
             found["val/response_length_mean"] = statistics.fmean(self.lengths)
+        for name, part in self.by_source().items():
+            own = part.metrics()
+            found |= {f"val/{name}/{key.removeprefix('val/')}": own[key] for key in own if key != VERSION_KEY}
         return found
+
+    def by_source(self) -> dict[str, EvaluationResult]:
+        """The results of each source, without lengths; empty with one dataset."""
+        return {
+            name: replace(
+                self,
+                num_prompts=len(rows),
+                rewards={group: own for group, own in self.rewards.items() if group.row in rows},
+                lengths=[],
+                sources={},
+            )
+            for name, rows in self.sources.items()
+        }
 
     def to_json(self) -> dict[str, float]:
         """One item of the summary's `evaluations`."""
@@ -106,6 +122,7 @@ class EvaluationResult:
             parts.append(f"length p50 {self.length_percentile(0.5)}, p99 {self.length_percentile(0.99)}")
         if self.num_failed:
             parts.append(f"{plural(self.num_failed, 'prompt')} failed")
+        parts += [f"{name}: {part.describe()}" for name, part in self.by_source().items()]
         return ", ".join(parts)
 
     def _sum(self, siblings: range) -> float:
@@ -144,6 +161,7 @@ class EvaluationTracker:
     """The evaluations of a run, in order, from events and actions."""
 
     is_greedy: bool
+    sources: Mapping[str, range] = field(default_factory=dict)  # -> rows of the held-out prompts
     finished: list[EvaluationResult] = field(default_factory=list)
     _running: EvaluationResult | None = None
 
@@ -164,7 +182,11 @@ class EvaluationTracker:
                 self._running = None
             elif isinstance(action, StartEvaluation) and rule is not None:
                 self._running = EvaluationResult(
-                    action.version, rule.num_prompts, rule.num_answers, self.is_greedy
+                    action.version,
+                    rule.num_prompts,
+                    rule.num_answers,
+                    self.is_greedy,
+                    sources=self.sources,
                 )
         return finished
 

@@ -26,7 +26,7 @@ from dora.core.events import (
 )
 from dora.core.orchestrator import Orchestrator
 from dora.core.state import State
-from dora.core.types import GroupId, Limits
+from dora.core.types import PASSING_REWARD, GroupId, Limits
 from dora.journal.timeline import GroupSpan, Span, Timeline
 from dora.metrics.rollout import (
     EngineUsage,
@@ -75,6 +75,9 @@ class RewardStats(NamedTuple):
     mean: float
     std: float
     frac_zero_std: float  # of the groups: all rewards are equal
+    solved_share: float  # of the responses: they solve their prompt
+    frac_solve_all: float  # of the groups: all responses solve the prompt
+    frac_solve_none: float  # of the groups
     is_binary: bool  # each reward is 0 or 1, so their mean is an accuracy
     min: float
     max: float
@@ -83,10 +86,14 @@ class RewardStats(NamedTuple):
     def of(cls, groups: Sequence[Sequence[float]]) -> RewardStats:
         """`groups` has the rewards of each group's siblings."""
         rewards = [*chain.from_iterable(groups)]
+        solves = [[reward >= PASSING_REWARD for reward in own] for own in groups]
         return cls(
             mean=statistics.fmean(rewards),
             std=statistics.pstdev(rewards),
             frac_zero_std=sum(len({*own}) == 1 for own in groups) / len(groups),
+            solved_share=statistics.fmean(chain.from_iterable(solves)),
+            frac_solve_all=statistics.fmean(map(all, solves)),
+            frac_solve_none=statistics.fmean(not any(own) for own in solves),
             is_binary=all(reward in (0, 1) for reward in rewards),
             min=min(rewards),
             max=max(rewards),
@@ -118,6 +125,9 @@ class StepRecord:
             "reward/min": self.rewards.min,
             "reward/max": self.rewards.max,
             "reward/frac_zero_std": self.rewards.frac_zero_std,
+            "reward/solved_share": self.rewards.solved_share,
+            "reward/frac_solve_all": self.rewards.frac_solve_all,
+            "reward/frac_solve_none": self.rewards.frac_solve_none,
             "staleness/mean": sum(s * n for s, n in self.staleness.items()) / count,
             "staleness/min": min(self.staleness),
             "staleness/max": max(self.staleness),
@@ -313,6 +323,7 @@ def _by_source(
             f"source/{name}/num_groups": float(len(own)),
             f"source/{name}/reward/mean": stats.mean,
             f"source/{name}/reward/frac_zero_std": stats.frac_zero_std,
+            f"source/{name}/reward/solved_share": stats.solved_share,
             f"source/{name}/response_length/mean": sum(num_tokens[group] for group in own) / num_responses,
         }
     return found

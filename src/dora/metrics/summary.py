@@ -55,6 +55,7 @@ def summarize(
 def _groups(metrics: RunMetrics, state: State) -> dict[str, Any]:
     num_finished = state.num_trained + state.num_filtered + state.num_failed
     return {
+        "skipped_prompts": state.num_skipped,
         "trained_groups": state.num_trained,
         "trained_samples": metrics.staleness.total(),
         "filtered_groups": state.num_filtered,

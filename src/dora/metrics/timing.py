@@ -99,6 +99,7 @@ class StepTiming:
             "rollout/num_requests_running": num_running,
             "rollout/num_requests_waiting": len(state.requests) - num_running,
             "rollout/kv_cache_usage_max": max((engine.kv_usage for engine in engines), default=0.0),
+            "data/num_skipped": state.num_skipped,
             "groups/num_admitted": state.num_admitted,
             "groups/num_filtered": state.num_filtered,
             "groups/num_failed": state.num_failed,

@@ -16,12 +16,14 @@ import numbers
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from dora.errors import RewardError
 from dora.loading import load_attribute
 
 RewardFunction = Callable[..., Any]
+NOTHING: Mapping[str, str] = MappingProxyType({})
 Prompt = str | Sequence[Mapping[str, str]]  # text, or the messages of a conversation
 
 
@@ -49,14 +51,16 @@ def load_reward(
     key: str = "reward.function",
     options: Mapping[str, Any] | None = None,
     columns: Sequence[str] | None = None,
+    lacking: Mapping[str, str] = NOTHING,
 ) -> RewardFunction:
     """Load "file.py:function" or "package.module:function", or make an instance of a class so named.
 
     `key` is the setting that has the name, `options` the arguments of a class, `columns` those of the dataset
-    if they are known. Raises RewardError, also for a function that cannot be called with these columns.
+    if they are known. `lacking` has for other columns a dataset without it. Raises RewardError, also for a
+    function that cannot be called with these columns.
     """
     function = _load(name, key, options)
-    check_signature(function, f"{key} = {name!r}", columns)
+    check_signature(function, f"{key} = {name!r}", columns, lacking)
     return function
 
 
@@ -216,21 +220,30 @@ def takes_batches(function: Callable[..., Any]) -> bool:
     return signature is not None and _is_batch_signature(signature)
 
 
-def check_signature(function: Callable[..., Any], source: str, columns: Sequence[str] | None) -> None:
+def check_signature(
+    function: Callable[..., Any],
+    source: str,
+    columns: Sequence[str] | None,
+    lacking: Mapping[str, str] = NOTHING,
+) -> None:
     """Raises RewardError if a call must fail, or if the return annotation is no reward.
 
-    `source` begins the message. `columns` are passed by name; None: not known yet. A builtin without a
-    signature passes.
+    `source` begins the message. `columns` are passed by name; None: not known yet. `lacking` has for other
+    columns a dataset without it. A builtin without a signature passes.
     """
     signature = _signature(function)
     if signature is None:
         return
     declared = f"{reward_name(function)}{_without_types(signature)}"
+    for column in (name for name in _required_columns(signature, _arguments(signature)) if name in lacking):
+        raise RewardError(
+            f"{source}: {declared} needs the column {column!r}, which {lacking[column]} lacks; add it there, "
+            "or give the parameter a default"
+        )
     if _is_verl_signature(signature):
         _check_verl_signature(signature, f"{source}: {declared}", columns)
         return
-    is_batch = _is_batch_signature(signature)
-    arguments: tuple[str, ...] = BATCH_ARGUMENTS if is_batch else ONE_ARGUMENTS
+    is_batch, arguments = _is_batch_signature(signature), _arguments(signature)
     passed = _required_columns(signature, arguments) if columns is None else columns
     try:
         if is_batch:
@@ -280,6 +293,11 @@ def _is_batch_signature(signature: inspect.Signature) -> bool:
 
 def _is_verl_signature(signature: inspect.Signature) -> bool:
     return {"solution_str", "ground_truth"} <= {*signature.parameters}
+
+
+def _arguments(signature: inspect.Signature) -> tuple[str, ...]:
+    """The arguments besides columns."""
+    return BATCH_ARGUMENTS if _is_batch_signature(signature) else ONE_ARGUMENTS
 
 
 def _verl_arguments(signature: inspect.Signature) -> list[str]:

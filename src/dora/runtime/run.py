@@ -228,7 +228,11 @@ class _Session:
         self._finished_steps: list[StepRecord] = []  # not written to metrics.jsonl yet
         self._due_checkpoint: str | None = None  # the orchestrator's snapshot to save
         self._executor = ProcessExecutor(setup, self._console.notice, previous)
-        self._evaluations = previous.evaluations if previous else EvaluationTracker(config.eval.greedy)
+        self._evaluations = (
+            previous.evaluations
+            if previous
+            else EvaluationTracker(config.eval.greedy, setup.held_out_sources)
+        )
         self._failure_guard = FailureGuard(config)
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._executor.close)

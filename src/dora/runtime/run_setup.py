@@ -12,16 +12,24 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import psutil
 
-from dora.config.schema import Config, SourceSection
+from dora.config.schema import Config, DataSection, EvalSection, EvalSourceSection, SourceSection
 from dora.config.validate import check_context
-from dora.core.types import AdaptiveStalenessRule, EvaluationRule, GroupId, Limits, RequestId
+from dora.core.types import AdaptiveStalenessRule, CurriculumRule, EvaluationRule, GroupId, Limits, RequestId
 from dora.data import gcd
 from dora.data.chat import ChatTemplate, PromptEncoder
-from dora.data.dataset import Cursor, Dataset, GrowingDataset, MixedCursor, MixedDataset
+from dora.data.dataset import (
+    Cursor,
+    Dataset,
+    GrowingDataset,
+    MixedCursor,
+    MixedDataset,
+    Rows,
+    naming_source,
+)
 from dora.data.tokenizer import Tokenizer
 from dora.engine.block_manager import BLOCK_SIZE, num_blocks_for, num_staging_blocks
 from dora.engine.decode_batch import MAX_STOP_IDS
@@ -178,31 +186,74 @@ def template_of(config: Config) -> ChatTemplate | None:
     return ChatTemplate(Path(config.model.path), config.data.system_prompt)
 
 
-def training_prompts(config: Config, out: Path) -> Dataset:
-    """All rows of data.path or of the sources, or the uploaded prompts. Raises DataError."""
-    if config.data.path is None:
-        return MixedDataset({source.name: _source_prompts(config, source) for source in config.source})
-    if config.data.path == "service":
-        return GrowingDataset(out / UPLOADED_PROMPTS, config.data.prompt_key, fsync=config.journal.fsync)
-    if config.data.path == "gcd":
-        return Dataset(gcd.training_rows(), "prompt", "the built-in task gcd")
-    return Dataset.from_path(Path(config.data.path), config.data.prompt_key, config.data.split)
+def training_prompts(config: Config, out: Path, encoder: PromptEncoder) -> Dataset:
+    """All rows of data.path or of the sources, or the uploaded prompts. Raises DataError.
+
+    With data.filter_overlong_prompts, without prompts that are too long.
+    """
+    data = config.data
+    if data.path == "service":
+        return GrowingDataset(out / UPLOADED_PROMPTS, data.prompt_key, fsync=config.journal.fsync)
+    built_in = BuiltInTask("the built-in task gcd", gcd.training_rows)
+    if data.path is None:
+        dataset: Dataset = _mixed(config, "source", config.source, built_in)
+    else:
+        dataset = _read(data, data.prompt_key, built_in)
+    return _filtered(config, dataset, encoder)
 
 
-def _source_prompts(config: Config, source: SourceSection) -> Dataset:
-    if source.path == "gcd":
-        return Dataset(gcd.training_rows(), "prompt", "the built-in task gcd")
-    return Dataset.from_path(Path(source.path), source.prompt_key or config.data.prompt_key, source.split)
+def held_out_prompts(config: Config, encoder: PromptEncoder) -> Dataset | None:
+    """At most the first `eval.num_prompts` rows of each held-out dataset; None: no evaluation.
 
-
-def held_out_prompts(config: Config) -> Dataset | None:
-    """At most the first `eval.num_prompts` rows of eval.path; None: no evaluation. Raises DataError."""
-    path, num_prompts = config.eval.path, config.eval.num_prompts
-    if num_prompts == 0 or path is None:
+    Raises DataError. Overlong prompts as in `training_prompts`.
+    """
+    settings = config.eval
+    if settings.num_prompts == 0 or not config.has_held_out:
         return None
-    if path == "gcd":
-        return Dataset(gcd.held_out_rows(), "prompt", "the held-out part of gcd").head(num_prompts)
-    return Dataset.from_path(Path(path), config.data.prompt_key, config.eval.split).head(num_prompts)
+    built_in = BuiltInTask("the held-out part of gcd", gcd.held_out_rows)
+    if settings.path is None:
+        dataset: Dataset = _mixed(config, "eval_source", config.eval_source, built_in)
+    else:
+        dataset = _read(settings, config.data.prompt_key, built_in)
+    return _filtered(config, dataset, encoder).head(settings.num_prompts)
+
+
+class BuiltInTask(NamedTuple):
+    """What the path "gcd" means: a name for errors, and the rows."""
+
+    name: str
+    rows: Callable[[], Rows]
+
+
+def _mixed(
+    config: Config,
+    table: str,
+    sources: Sequence[SourceSection | EvalSourceSection],
+    built_in: BuiltInTask,
+) -> MixedDataset:
+    parts = {}
+    for source in sources:
+        with naming_source(source.name, table):
+            key = source.prompt_key or config.data.prompt_key
+            parts[source.name] = _read(source, key, built_in)
+    return MixedDataset(parts, table)
+
+
+def _read(
+    given: DataSection | EvalSection | SourceSection | EvalSourceSection,
+    prompt_key: str,
+    built_in: BuiltInTask,
+) -> Dataset:
+    assert given.path is not None
+    if given.path == "gcd":
+        return Dataset(built_in.rows(), "prompt", built_in.name)
+    return Dataset.from_path(Path(given.path), prompt_key, given.split, given.subset)
+
+
+def _filtered(config: Config, dataset: Dataset, encoder: PromptEncoder) -> Dataset:
+    if not config.data.filter_overlong_prompts:
+        return dataset
+    return dataset.without_overlong(lambda prompt: len(encoder.encode(prompt)), config.data.max_prompt_length)
 
 
 @dataclass(frozen=True)
@@ -240,10 +291,11 @@ class RunSetup:
         for server in config.distillation.servers:
             ServerTeacher(server, config.distillation.timeout_s)
         prompts = PromptEncoder(tokenizer, template_of(config))
-        training, held_out = training_prompts(config, out), held_out_prompts(config)
+        training, held_out = training_prompts(config, out, prompts), held_out_prompts(config, prompts)
         setup = cls(config, out, model, num_parameters, tokenizer, prompts, training, held_out)
-        for dataset in filter(None, (setup.dataset, setup.held_out)):
-            setup.check_lengths(dataset)
+        if not config.data.filter_overlong_prompts:
+            for dataset in setup.datasets:
+                setup.check_lengths(dataset)
         setup.check_memory()
         setup.check_start()
         return setup
@@ -306,7 +358,42 @@ class RunSetup:
                 f"trainer.dtype = float32 on trainer.device = {trainer.device}: GPUs have no fast attention "
                 "for fp32 and multiply it slowly; set trainer.dtype = bfloat16, the optimizer stays in fp32"
             )
-        return notices
+        return [*notices, *self._overlong_notices]
+
+    @property
+    def _overlong_notices(self) -> list[str]:
+        """How many prompts data.filter_overlong_prompts has left out of each dataset."""
+        parts = [p for d in self.datasets for p in (d.parts.values() if isinstance(d, MixedDataset) else [d])]
+        return [
+            f"{part.origin}: left out {plural(part.num_overlong, 'prompt')} with more than "
+            f"data.max_prompt_length = {self.config.data.max_prompt_length} tokens, {len(part)} remain"
+            for part in parts
+            if part.num_overlong
+        ]
+
+    @property
+    def datasets(self) -> list[Dataset]:
+        """The training prompts, and the held-out prompts if there are any."""
+        return [self.dataset, *([] if self.held_out is None else [self.held_out])]
+
+    @property
+    def columns(self) -> tuple[str, ...] | None:
+        """The columns that every row has, whether training or held-out; None: not known yet."""
+        first, *others = (dataset.columns for dataset in self.datasets)
+        if first is None:
+            return None
+        return tuple(column for column in first if all(column in (other or ()) for other in others))
+
+    @property
+    def lacking_columns(self) -> dict[str, str]:
+        """Column that some datasets have -> one that does not."""
+        found: dict[str, str] = {}
+        for dataset in self.datasets:
+            known = {column for other in self.datasets for column in other.columns or ()}
+            found |= dict.fromkeys(known.difference(dataset.columns or known), dataset.origin)
+        for dataset in reversed(self.datasets):
+            found |= dataset.lacking()
+        return found
 
     def check_lengths(self, dataset: Dataset) -> None:
         """Raises DataError for a prompt that is empty or too long."""
@@ -343,6 +430,7 @@ class RunSetup:
             adaptive_staleness=AdaptiveStalenessRule(rules.min_ess, rules.max_kl, rules.staleness_window)
             if rules.staleness_mode == "adaptive"
             else None,
+            curriculum=CurriculumRule(**config.curriculum.model_dump()) if config.curriculum.is_on else None,
             ablations=tuple(rules.ablations),
         )
 
@@ -499,6 +587,11 @@ class RunSetup:
         """The source of a group's prompt, if there are several."""
         dataset = self.source_of(group)
         return dataset.name_of(group.row) if isinstance(dataset, MixedDataset) else None
+
+    @property
+    def held_out_sources(self) -> dict[str, range]:
+        """The rows of each held-out source; empty with one dataset."""
+        return self.held_out.rows_by_source if isinstance(self.held_out, MixedDataset) else {}
 
     @property
     def num_prompts(self) -> int | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from dora.core.types import ABLATIONS, AdaptiveStalenessRule, EvaluationRule, Limits
+from dora.core.types import ABLATIONS, AdaptiveStalenessRule, CurriculumRule, EvaluationRule, Limits
 
 LENGTH_FAMILIES = ("log_normal", "pareto", "bimodal", "zipf", "constant")
 SLOWDOWN = 20.0  # of a load, migration or training step that is drawn as slow
@@ -132,6 +132,7 @@ def _draw_all_limits(seed: int, rng: Random, num_engines: int, unit_s: float) ->
     limits = _draw_limits(rng, num_engines, unit_s)
     limits = _draw_adaptive_staleness(Random(f"aging {seed}"), limits)
     limits = _draw_evaluation(Random(f"evaluation {seed}"), limits)
+    limits = _draw_curriculum(Random(f"curriculum {seed}"), limits)
     limits = _draw_loading(Random(f"loading {seed}"), limits)
     limits = _draw_inflight_updates(Random(f"renewal {seed}"), limits)
     limits = replace(limits, num_queued=Random(f"queued {seed}").choice((0, 0, 1, 2)), max_retries=seed % 3)
@@ -178,6 +179,14 @@ def _draw_evaluation(rng: Random, limits: Limits) -> Limits:
         return limits
     rule = EvaluationRule(rng.choice((0, 1, 1, 2, 3)), rng.choice((1, 2, 5, 12)), rng.choice((1, 2, 4)))
     return replace(limits, evaluation=rule)
+
+
+def _draw_curriculum(rng: Random, limits: Limits) -> Limits:
+    """Two in ten worlds skip prompts whose groups were easy or hard, in some of them all prompts."""
+    if rng.random() < 0.8:
+        return limits
+    easy, hard = rng.choice(((1.0, None), (0.5, None), (None, 0.0), (None, 0.5), (1.0, 0.0)))
+    return replace(limits, curriculum=CurriculumRule(easy, hard, rng.choice((1, 1, 2, 5))))
 
 
 def _draw_loading(rng: Random, limits: Limits) -> Limits:

@@ -177,7 +177,7 @@ class _JournalReplay:
         self.sample_book = SampleBook(setup, samples)
         migrations = MigrationMetrics(lambda group: len(setup.prompt_ids(group)))
         self.metrics = RunMetrics(setup.limits, self.sample_book, migrations)
-        self.evaluations = EvaluationTracker(setup.config.eval.greedy)
+        self.evaluations = EvaluationTracker(setup.config.eval.greedy, setup.held_out_sources)
         self.unrecorded_actions: list[Action] = []
         self._num_replayed = 0  # lines
         self._journal, self._voided, self._checkpoint = setup.out / JOURNAL_FILE, voided, checkpoint

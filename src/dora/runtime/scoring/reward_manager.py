@@ -7,7 +7,7 @@ weighted sum over all tasks is what the orchestrator and the trainer see.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -273,14 +273,20 @@ class RewardTask:
         )
 
 
-def reward_tasks(config: Config, columns: tuple[str, ...] | None = None) -> list[RewardTask]:
-    """The task of the section [reward], and one for each [[reward_task]]; `columns` are the dataset's."""
+def reward_tasks(
+    config: Config, columns: tuple[str, ...] | None = None, lacking: Mapping[str, str] | None = None
+) -> list[RewardTask]:
+    """The task of the section [reward], and one for each [[reward_task]].
+
+    `columns` are those of all datasets, `lacking` as in `RewardSpec`.
+    """
+    given = columns, lacking or {}
     model, reward = Path(config.model.path), config.reward
     heartbeat_timeout_s = config.runtime.heartbeat_timeout_s
     tasks = []
     if reward.function is not None:
         task = RewardTask(
-            RewardSpec(REWARD, reward.function, "reward.function", model, columns=columns),
+            RewardSpec(REWARD, reward.function, "reward.function", model, {}, *given),
             reward.timeout_s,
             "reward.timeout_s",
             num_workers=reward.num_workers,
@@ -293,7 +299,7 @@ def reward_tasks(config: Config, columns: tuple[str, ...] | None = None) -> list
             UNLIMITED_ROWS if section.micro_batch_tokens else ONE_GROUP.max_rows
         )
         task = RewardTask(
-            RewardSpec(section.name, section.factory, f"{key}.class", model, section.options, columns),
+            RewardSpec(section.name, section.factory, f"{key}.class", model, section.options, *given),
             section.timeout_s,
             f"{key}.timeout_s",
             weight=section.weight,
