@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -15,7 +15,7 @@ from dora.errors import ServiceError
 from dora.runtime.rollout.agent_sessions import ChatMessage, TurnRequest
 from dora.service.agents import SessionName, SessionTurn, check_sampling, next_turn, open_if_new
 from dora.service.context import Run, RunContext
-from dora.service.models import MessageBody, RequestBody
+from dora.service.models import JsonObject, MessageBody, RequestBody
 
 router = APIRouter(prefix="/s/{session}/v1", tags=["agents"])
 
@@ -33,7 +33,7 @@ class ToolUseBlock(MessageBody):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: JsonObject
 
 
 class ToolResultBlock(MessageBody):
@@ -83,7 +83,7 @@ class AnthropicTool(MessageBody):
     type: Literal["custom"] | None = None
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: JsonObject
 
     def to_tool(self) -> dict[str, Any]:
         about = {} if self.description is None else {"description": self.description}
@@ -185,7 +185,7 @@ def _message(turn: SessionTurn) -> Message:
     )
 
 
-def _events(message: Message) -> Iterator[str]:
+async def _events(message: Message) -> AsyncIterator[str]:
     """The message as events. The turn is finished, so each block is one delta."""
     start = message.model_dump() | {"content": [], "stop_reason": None}
     yield _event("message_start", message=start)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
-from dora.data.tool_calls import ToolCall
+from dora.data.tool_calls import ToolCall, json_object
 from dora.errors import ServiceError
 from dora.runtime.rollout.agent_sessions import ChatMessage, TurnRequest
 from dora.service.agents import (
@@ -27,7 +27,7 @@ from dora.service.agents import (
     open_if_new,
 )
 from dora.service.context import Run, RunContext
-from dora.service.models import MessageBody, RequestBody
+from dora.service.models import JsonObject, MessageBody, RequestBody
 
 router = APIRouter(prefix="/v1", tags=["agents"])
 session_router = APIRouter(prefix="/s/{session}/v1", tags=["agents"])
@@ -49,11 +49,8 @@ class FunctionCallParam(MessageBody):
 
     def to_call(self) -> ToolCall:
         """Raises ServiceError unless the arguments are a JSON object."""
-        try:
-            arguments = json.loads(self.arguments)
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
+        arguments = json_object(self.arguments)
+        if arguments is None:
             raise ServiceError(
                 400, "the arguments of a tool call are no JSON object; send the call as the response had it"
             )
@@ -90,7 +87,7 @@ class FunctionParam(RequestBody):
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -321,7 +318,7 @@ def _completion(turn: SessionTurn, logprobs: ChoiceLogprobs | None) -> ChatCompl
     )
 
 
-def _events(completion: ChatCompletion, has_usage: bool) -> Iterator[str]:
+async def _events(completion: ChatCompletion, has_usage: bool) -> AsyncIterator[str]:
     """The completion as chunks. The turn is finished, so each field of the message is one chunk."""
     (choice,), message = completion.choices, completion.choices[0].message
     calls = [{"index": i, **call.model_dump()} for i, call in enumerate(message.tool_calls)]

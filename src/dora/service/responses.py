@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -67,6 +67,12 @@ Item = Annotated[
 ]
 
 
+def _refuse_reference(id: object) -> None:
+    """A conversation cannot refer to an earlier response."""
+    if id is not None:
+        raise ValueError("no response is stored; send the whole conversation as input")
+
+
 class ResponseTool(FunctionParam):
     """A function that the model may call."""
 
@@ -102,7 +108,7 @@ class ResponseRequest(RequestBody):
     text: TextConfig | None = None
     truncation: Literal["disabled"] | None = None
     include: Annotated[list[str], Field(max_length=0)] | None = None
-    previous_response_id: None = None  # no response is stored: send the whole conversation
+    previous_response_id: Annotated[None, BeforeValidator(_refuse_reference)] = None
     store: bool | None = None  # has no effect, as the next three
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -225,7 +231,7 @@ def _response(body: ResponseRequest, turn: SessionTurn) -> Response:
     )
 
 
-def _events(response: Response) -> Iterator[str]:
+async def _events(response: Response) -> AsyncIterator[str]:
     """The response as events. The turn is finished, so each text and each call is one delta."""
     whole = response.model_dump()
     begun = whole | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
