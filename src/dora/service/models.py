@@ -144,7 +144,8 @@ def _describe_invalid(findings: Sequence[Any]) -> str:
     described = []
     for finding in findings[:MAX_FINDINGS]:
         location: Sequence[object] = finding["loc"]
-        field = ascii(".".join(map(str, location[1:])) or location[0])[1:-1]
+        names = [str(name) for name in location[1:] if "[" not in str(name)]  # pydantic's names of types
+        field = ascii(".".join(names) or location[0])[1:-1]
         described.append(
             f"{field if len(field) <= MAX_FIELD else field[:MAX_FIELD] + '...'}: {finding['msg']}"
         )
