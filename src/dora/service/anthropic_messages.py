@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, Field
 
 from dora.data.tool_calls import ToolCall
@@ -156,11 +156,15 @@ class Message(BaseModel):
 @router.post("/messages", response_model=Message)
 async def create_message(
     session: SessionName, body: MessageRequest, run: Run, request: Request
-) -> Message | StreamingResponse:
+) -> Message | PlainTextResponse:
     """The model's next turn; the first request opens the session. 503 if no episode is waiting."""
     await open_if_new(session, body, run, request)
     message = _message(await next_turn(session, body, run, request))
-    return StreamingResponse(_events(message), media_type="text/event-stream") if body.stream else message
+    return (
+        PlainTextResponse("".join(_events(message)), media_type="text/event-stream")
+        if body.stream
+        else message
+    )
 
 
 def _text(content: str | list[TextBlock]) -> str:
@@ -185,7 +189,7 @@ def _message(turn: SessionTurn) -> Message:
     )
 
 
-async def _events(message: Message) -> AsyncIterator[str]:
+def _events(message: Message) -> Iterator[str]:
     """The message as events. The turn is finished, so each block is one delta."""
     start = message.model_dump() | {"content": [], "stop_reason": None}
     yield _event("message_start", message=start)

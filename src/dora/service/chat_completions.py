@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, Field
 
 from dora.data.tool_calls import ToolCall, json_object
@@ -258,7 +258,7 @@ async def get_models() -> ModelList:
 @router.post("/chat/completions", response_model=ChatCompletion)
 async def create_completion(
     body: ChatCompletionRequest, run: Run, request: Request, dora_session: SessionHeader
-) -> ChatCompletion | StreamingResponse:
+) -> ChatCompletion | PlainTextResponse:
     """The model's next turn in a conversation, by the version of the session."""
     return _response(body, await next_turn(dora_session, body, run, request))
 
@@ -266,18 +266,18 @@ async def create_completion(
 @session_router.post("/chat/completions", response_model=ChatCompletion)
 async def create_completion_of_session(
     session: SessionName, body: ChatCompletionRequest, run: Run, request: Request
-) -> ChatCompletion | StreamingResponse:
+) -> ChatCompletion | PlainTextResponse:
     """The same without a header; the first request opens the session. 503 if no episode is waiting."""
     await open_if_new(session, body, run, request)
     return _response(body, await next_turn(session, body, run, request))
 
 
-def _response(body: ChatCompletionRequest, turn: SessionTurn) -> ChatCompletion | StreamingResponse:
+def _response(body: ChatCompletionRequest, turn: SessionTurn) -> ChatCompletion | PlainTextResponse:
     completion = _completion(turn, _logprobs(turn) if body.logprobs else None)
     if not body.stream:
         return completion
     has_usage = bool(body.stream_options and body.stream_options.include_usage)
-    return StreamingResponse(_events(completion, has_usage), media_type="text/event-stream")
+    return PlainTextResponse("".join(_events(completion, has_usage)), media_type="text/event-stream")
 
 
 def _logprobs(turn: SessionTurn) -> ChoiceLogprobs:
@@ -318,7 +318,7 @@ def _completion(turn: SessionTurn, logprobs: ChoiceLogprobs | None) -> ChatCompl
     )
 
 
-async def _events(completion: ChatCompletion, has_usage: bool) -> AsyncIterator[str]:
+def _events(completion: ChatCompletion, has_usage: bool) -> Iterator[str]:
     """The completion as chunks. The turn is finished, so each field of the message is one chunk."""
     (choice,), message = completion.choices, completion.choices[0].message
     calls = [{"index": i, **call.model_dump()} for i, call in enumerate(message.tool_calls)]

@@ -25,11 +25,7 @@ def max_connections() -> int:
 
 
 class LimitedConnection(H11Protocol):
-    """A connection that counts against `max_connections` and may be closed while it is idle.
-
-    The handler of a response waits while more than asyncio's limit is unsent. So a client that stops reading
-    costs no more memory than one part of a response, until its connection is closed.
-    """
+    """A connection that counts against `max_connections` and may be closed while it is idle."""
 
     idle_since_s: float | None = None  # on the loop's clock; None: a request is in progress
     _head_timer: asyncio.TimerHandle | None = None  # closes the connection unless the head arrives

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, BeforeValidator, Field
 
 from dora.runtime.rollout.agent_sessions import ChatMessage, TurnRequest
@@ -188,11 +188,15 @@ class Response(BaseModel):
 @router.post("/responses", response_model=Response)
 async def create_response(
     session: SessionName, body: ResponseRequest, run: Run, request: Request
-) -> Response | StreamingResponse:
+) -> Response | PlainTextResponse:
     """The model's next turn; the first request opens the session. 503 if no episode is waiting."""
     await open_if_new(session, body, run, request)
     response = _response(body, await next_turn(session, body, run, request))
-    return StreamingResponse(_events(response), media_type="text/event-stream") if body.stream else response
+    return (
+        PlainTextResponse("".join(_events(response)), media_type="text/event-stream")
+        if body.stream
+        else response
+    )
 
 
 def _response(body: ResponseRequest, turn: SessionTurn) -> Response:
@@ -231,7 +235,7 @@ def _response(body: ResponseRequest, turn: SessionTurn) -> Response:
     )
 
 
-async def _events(response: Response) -> AsyncIterator[str]:
+def _events(response: Response) -> Iterator[str]:
     """The response as events. The turn is finished, so each text and each call is one delta."""
     whole = response.model_dump()
     begun = whole | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
