@@ -41,6 +41,7 @@ CHANGES = {
     "reward.max_failed_fraction": 0.9,
 }
 SESSION_TIMEOUT_S = 5.0  # of the sessions of clients that vanish
+START_TIMEOUT_S = 180.0  # of the run
 SETTLE_S = 3.0  # until the last acknowledged reward is durable
 
 
@@ -59,7 +60,7 @@ def start(out: Path, log: Path, example: Path = EXAMPLE, **more: object) -> subp
         command += ["--set", f"{key}={value}"]
     with log.open("wb") as file:
         run = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + START_TIMEOUT_S
     while not (out / "service.json").exists():
         assert run.poll() is None, log.read_text()
         assert time.monotonic() < deadline_s, log.read_text()
