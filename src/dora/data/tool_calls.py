@@ -134,7 +134,9 @@ def _parameter_types(function: Mapping[str, Any]) -> dict[str, Any]:
     """The type of each parameter whose schema has one; a client may send any JSON as schema."""
     match function.get("parameters"):
         case {"properties": {**schemas}}:
-            return {key: schema.get("type") for key, schema in schemas.items() if isinstance(schema, dict)}
+            return {
+                str(key): schema.get("type") for key, schema in schemas.items() if isinstance(schema, dict)
+            }
     return {}
 
 
