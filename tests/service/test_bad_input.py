@@ -336,7 +336,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline_s
-        time.sleep(0.005)
+        threading.Event().wait(0.005)
 
 
 @contextmanager
@@ -383,7 +383,7 @@ def test_a_client_that_reads_slowly_gets_the_whole_stream(
         while not content.endswith(END):
             content += (part := client.recv(2**16))
             assert part, "the service closed the connection"
-            time.sleep(0.005)
+            threading.Event().wait(0.005)
         assert len(content) > 2**22
         wait_until(lambda: gateway.num_requests == 0)
 
