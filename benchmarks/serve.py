@@ -1,8 +1,9 @@
 """A run that serves 64 clients for five minutes, while one call in twenty is malformed.
 
-The clients run episodes of the demo's task, read status, versions, engines and metrics, and send malformed
-calls. Afterwards the run is stopped and audited: every acknowledged reward must be in the run folder, every
-response must have an expected status, and none may have a status of 500 or more.
+The clients run episodes with tool calls (examples/tool_caller), three quarters of them with streams, read
+status, versions, engines and metrics, and send malformed calls. Some read a stream slowly, or vanish in its
+middle. Afterwards no session may be left. Then the run is stopped and audited: every acknowledged reward must
+be in the run folder, every response must have an expected status, and none may have a status of 500 or more.
 
     python benchmarks/serve.py [--quick] [--json FILE]
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sqlite3
 import statistics
@@ -20,13 +22,17 @@ import tempfile
 import time
 from pathlib import Path
 
+import httpx
 import psutil
-from serve_traffic import CallStats, send_traffic
 
 from dora.audit import audit
 from report import Row, parse_options, publish
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "tool_caller"))  # has the shop
+from serve_traffic import CallStats, send_traffic
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "agents.toml"
+TOOL_CALLER = EXAMPLE.parent / "tool_caller"
 NUM_CLIENTS = 64
 CHANGES = {
     "run.steps": 100_000,
@@ -34,6 +40,8 @@ CHANGES = {
     "engine.min_step_time": "8ms",  # leaves cores to the service, as an accelerator would
     "reward.max_failed_fraction": 0.9,
 }
+SESSION_TIMEOUT_S = 5.0  # of the sessions of clients that vanish
+START_TIMEOUT_S = 180.0  # of the run
 SETTLE_S = 3.0  # until the last acknowledged reward is durable
 
 
@@ -52,7 +60,7 @@ def start(out: Path, log: Path, example: Path = EXAMPLE, **more: object) -> subp
         command += ["--set", f"{key}={value}"]
     with log.open("wb") as file:
         run = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + START_TIMEOUT_S
     while not (out / "service.json").exists():
         assert run.poll() is None, log.read_text()
         assert time.monotonic() < deadline_s, log.read_text()
@@ -82,6 +90,18 @@ def lost_rewards(out: Path, stats: CallStats) -> list[str]:
     ]
 
 
+def leaked_sessions(address: str) -> int:
+    """Sessions that are still open long after their clients' last call."""
+    found, deadline_s = json.loads(address), time.monotonic() + 4 * SESSION_TIMEOUT_S
+    headers = {"Authorization": f"Bearer {found['token']}"}
+    while True:
+        status = httpx.get(f"{found['url']}/v1/status", headers=headers, timeout=60).json()
+        num_sessions: int = status["agents"]["sessions"]
+        if num_sessions == 0 or time.monotonic() > deadline_s:
+            return num_sessions
+        time.sleep(0.5)
+
+
 def row_of(kind: str, seconds: list[float]) -> Row:
     """Latency of one kind of calls."""
     percentiles = statistics.quantiles(seconds, n=100) if len(seconds) > 1 else seconds * 99
@@ -97,13 +117,17 @@ def row_of(kind: str, seconds: list[float]) -> Row:
 def main() -> None:
     options = parse_options(str(__doc__))
     seconds = 20.0 if options.quick else 300.0
+    load_before = os.getloadavg()[0]
+    changes = {"service__session_timeout_s": SESSION_TIMEOUT_S, "eval__num_prompts": 0}
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "run", Path(folder) / "log"
-        run = start(out, log)
+        run = start(out, log, TOOL_CALLER / "harness.toml", **changes)
         try:
-            address = (out / "service.json").read_text()
+            address, driver = (out / "service.json").read_text(), psutil.Process(run.pid)
+            before = driver.memory_info().rss, driver.num_threads(), driver.num_fds()
             stats = asyncio.run(send_traffic(address, NUM_CLIENTS, seconds))
-            memory = psutil.Process(run.pid).memory_info().rss
+            num_leaked = leaked_sessions(address)
+            after = driver.memory_info().rss, driver.num_threads(), driver.num_fds()
             stop(run)
         except BaseException:
             print(log.read_text())
@@ -117,6 +141,8 @@ def main() -> None:
         print(problem)
     for reason, num in stats.ended.items():
         print(f"{num} sessions ended early: {reason}")
+    for name, num in sorted(stats.refused.items()):
+        print(f"{num} malformed calls: {name}")
     assert "Traceback" not in log_text, log_text
     assert (verdict.c1, verdict.c2, verdict.c3) == (True, True, True)
     rows: list[Row] = [row_of(kind, times) for kind, times in sorted(stats.seconds.items())]
@@ -132,8 +158,17 @@ def main() -> None:
             "rewards_lost": len(missing),
             "wrong_answers": len(stats.wrong),
             "answers_of_500_or_more": sum(n for status, n in stats.statuses.items() if status >= 500),
+            "sessions_vanished": sum(n for why, n in stats.ended.items() if why.startswith("vanished")),
+            "sessions_leaked": num_leaked,
             "steps_trained": summary["steps"],
-            "driver_memory_mb": memory / 1e6,
+            "driver_memory_before_mb": before[0] / 1e6,
+            "driver_memory_mb": after[0] / 1e6,
+            "driver_threads_before": before[1],
+            "driver_threads": after[1],
+            "driver_open_files_before": before[2],
+            "driver_open_files": after[2],
+            "load_average_before": load_before,
+            **{f"answers_of_{status or 'none'}": n for status, n in sorted(stats.statuses.items())},
         },
     )
 

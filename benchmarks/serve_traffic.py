@@ -1,10 +1,11 @@
-"""The calls of 64 clients of a service: episodes, status reads, and one malformed call in twenty."""
+"""The calls of 64 clients of a service: episodes with tools, whole and streamed, status reads, and one
+malformed call in twenty.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import math
 import random
 import time
 import uuid
@@ -15,11 +16,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import shop
 
 STATUS_PATHS = ("/v1/status", "/v1/versions", "/v1/engines", "/metrics")
 RETRY_S = 0.05  # before a call with status 429 is retried
 MALFORMED = 0.085  # probability of a malformed call before a call of an episode: one in twenty of all calls
-VANISHING = 0.002  # probability that an agent abandons its episode before a turn
+STREAMED = 0.75  # share of the episodes whose turns are streams
+SLOW = 0.1  # share of the streams that are read slowly
+SLOW_S = 0.05  # between two lines of such a stream
+VANISHING = 0.002  # probability that an agent abandons its episode before a turn; as often within a stream
 HANG_UP = 0  # in place of a status: the connection was closed without a response
 
 
@@ -32,6 +37,7 @@ class CallStats:
     wrong: list[str] = field(default_factory=list)  # responses with an unexpected status
     rewards: dict[tuple[str, int, int], float] = field(default_factory=dict)  # group, sibling, version
     ended: Counter[str] = field(default_factory=Counter)  # sessions that ended before their reward
+    refused: Counter[str] = field(default_factory=Counter)  # malformed calls
     num_calls: int = 0
     num_malformed: int = 0
 
@@ -59,29 +65,28 @@ class Agent:
                 await self._run_episode()
 
     async def _run_episode(self) -> None:
-        """One episode of up to two turns."""
+        """One episode of the shop, whose turns call tools."""
         session = uuid.uuid4().hex
         status, episode = await self._call("open", "PUT", f"/v1/sessions/{session}?wait_s=2")
         if status != 200:
             return
-        question = {"role": "user", "content": episode["prompt"]}
-        messages, reward = [question], 0.0
-        for turn_reward in (1.0, 0.5):
+        messages: list[Any] = [{"role": "user", "content": episode["prompt"]}]
+        row, reward, is_streamed = episode["fields"], 0.0, self._source.random() < STREAMED
+        for _ in range(shop.MAX_TURNS):
             if self._source.random() < VANISHING:
+                self.stats.ended["vanished before a turn"] += 1
                 return
-            body = {"messages": messages}
-            status, found = await self._call("turn", "POST", "/v1/chat/completions", body, session)
-            if status != 200:
-                self.stats.ended[found["error"]["message"]] += 1
+            body = {"messages": messages, "tools": shop.TOOLS}
+            message = await (self._stream(session, body) if is_streamed else self._complete(session, body))
+            if message is None:
                 return
-            answer = found["choices"][0]["message"]
-            fields = episode["fields"]
-            if answer["content"].endswith(f"={math.gcd(fields['a'], fields['b']):02}"):
-                reward = turn_reward
+            if not message.get("tool_calls"):
+                reward = shop.reward_of(message["content"], row)
                 break
-            if found["num_tokens_left"] < 200:
-                break
-            messages = [*messages, answer, question]
+            messages.append(message)
+            for call in message["tool_calls"]:
+                result = shop.call_tool(call["function"]["name"], call["function"]["arguments"], row)
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
         path = f"/v1/sessions/{session}/reward"
         status, found = await self._call("reward", "POST", path, {"reward": reward})
         if status == 200:
@@ -89,21 +94,69 @@ class Agent:
         else:
             self.stats.ended[found["error"]["message"]] += 1
 
-    async def _call(
-        self, kind: str, method: str, path: str, body: object = None, session: str = ""
-    ) -> tuple[int, Any]:
-        """A valid call, sometimes after a status read and malformed calls. Status 429 is retried."""
+    async def _complete(self, session: str, body: dict[str, Any]) -> Any:
+        """The message of the next turn; None if the session has ended or has no room for it."""
+        status, found = await self._call("turn", "POST", "/v1/chat/completions", body, session)
+        if status == 200:
+            return found["choices"][0]["message"]
+        self.stats.ended[found["error"]["message"]] += 1
+        return None
+
+    async def _stream(self, session: str, body: dict[str, Any]) -> Any:
+        """The same, from a stream, which is sometimes read slowly or not to its end."""
+        await self._send_others(session)
+        is_slow, vanishes = self._source.random() < SLOW, self._source.random() < VANISHING
+        path, began_s = f"/s/{session}/v1/chat/completions", time.perf_counter()
+        message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": []}
+        async with self._http.stream("POST", path, json=body | {"stream": True}) as response:
+            if response.status_code != 200:
+                await response.aread()
+                self._record("stream", began_s, f"POST {path}", response)
+                self.stats.ended[response.json()["error"]["message"]] += 1
+                return None
+            self.stats.seconds.setdefault("first event", []).append(time.perf_counter() - began_s)
+            line = ""
+            async for line in response.aiter_lines():
+                if vanishes:
+                    self.stats.ended["vanished within a stream"] += 1
+                    return None
+                if is_slow:
+                    await asyncio.sleep(SLOW_S)
+                if line.startswith("data: {"):
+                    delta = json.loads(line.removeprefix("data: "))["choices"][0]["delta"]
+                    message["content"] += delta.get("content") or ""
+                    message["tool_calls"] += delta.get("tool_calls", [])
+                elif line == "data: [DONE]":
+                    self.stats.record(
+                        "slow stream" if is_slow else "stream", time.perf_counter() - began_s, 200
+                    )
+                    return message
+        self.stats.wrong.append(f"a stream ended with {line}")
+        return None
+
+    async def _send_others(self, session: str) -> None:
+        """What a client sends before a call: sometimes a status read, and malformed calls."""
         if self._source.random() < 0.5:
             await self._read_status(self._source.choice(STATUS_PATHS))
         while self._source.random() < MALFORMED:
             await self._send_malformed(session or "unknown")
+
+    def _record(self, kind: str, began_s: float, call: str, response: httpx.Response) -> None:
+        """Record a call of a session; 409: the episode has no room for more messages."""
+        self.stats.record(kind, time.perf_counter() - began_s, response.status_code)
+        if response.status_code not in (200, 409, 410, 429):
+            self.stats.wrong.append(f"{call}: {response.status_code} {response.text}")
+
+    async def _call(
+        self, kind: str, method: str, path: str, body: object = None, session: str = ""
+    ) -> tuple[int, Any]:
+        """A valid call, sometimes after a status read and malformed calls. Status 429 is retried."""
+        await self._send_others(session)
         while True:
             began_s = time.perf_counter()
             headers = {"Dora-Session": session}
             response = await self._http.request(method, path, json=body, headers=headers)
-            self.stats.record(kind, time.perf_counter() - began_s, response.status_code)
-            if response.status_code not in (200, 410, 429):
-                self.stats.wrong.append(f"{method} {path}: {response.status_code} {response.text}")
+            self._record(kind, began_s, f"{method} {path}", response)
             if response.status_code != 429 or time.monotonic() > self.until_s:
                 return response.status_code, response.json()
             await asyncio.sleep(RETRY_S)
@@ -122,6 +175,7 @@ class Agent:
         status = await send(self, session)
         self.stats.record("malformed", time.perf_counter() - began_s, status)
         self.stats.num_malformed += 1
+        self.stats.refused[name] += 1
         if status not in expected:
             self.stats.wrong.append(f"{name}: {status}")
 
@@ -148,9 +202,17 @@ class Agent:
         return "\r\n".join([*lines, "", ""]).encode()
 
 
+def a_call(arguments: str) -> dict[str, Any]:
+    """A history with a tool call of these arguments."""
+    call = {"id": "call_x-0-0", "function": {"name": "price", "arguments": arguments}}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}]
+    return {"messages": [*messages, {"role": "tool", "content": "1"}], "tools": shop.TOOLS, "stream": True}
+
+
 Send = Callable[[Agent, str], Awaitable[int]]
 JSON = {"content-type": "application/json"}
 HUGE = b"100000\r\n" + b"x" * 2**20 + b"\r\n"  # one chunk of a body
+TOOL_USE = {"type": "tool_use", "id": "call_x-0-0", "name": "price", "input": {}}
 MALFORMED_CALLS: dict[str, tuple[Send, tuple[int, ...]]] = {
     "a wrong token": (
         lambda a, s: a.send("GET", "/v1/status", headers={"Authorization": "Bearer wrong"}),
@@ -167,6 +229,42 @@ MALFORMED_CALLS: dict[str, tuple[Send, tuple[int, ...]]] = {
     "a deep body": (
         lambda a, s: a.send("POST", "/v1/chat/completions", content=b"[" * 10**5, headers=JSON),
         (400, 422),
+    ),
+    "a call whose arguments are no JSON": (
+        lambda a, s: a.send("POST", f"/s/{s}/v1/chat/completions", json=a_call("{")),
+        (400,),
+    ),
+    "a call whose arguments are nested": (
+        lambda a, s: a.send(
+            "POST", f"/s/{s}/v1/chat/completions", json=a_call('{"a":' * 200 + "1" + "}" * 200)
+        ),
+        (400,),
+    ),
+    "a tool of the provider": (
+        lambda a, s: a.send(
+            "POST", f"/s/{s}/v1/responses", json={"input": "?", "tools": [{"type": "web_search"}]}
+        ),
+        (422,),
+    ),
+    "a response of another session": (
+        lambda a, s: a.send(
+            "POST", f"/s/{s}/v1/responses", json={"input": "?", "previous_response_id": "resp_x-0"}
+        ),
+        (422,),
+    ),
+    "a block of another role": (
+        lambda a, s: a.send(
+            "POST",
+            f"/s/{s}/v1/messages",
+            json={"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": [TOOL_USE]}]},
+        ),
+        (400,),
+    ),
+    "ten megabytes": (
+        lambda a, s: a.send_raw(
+            a.request_head("POST", f"/s/{s}/v1/messages", f"Content-Length: {10 * 2**20}"), *[HUGE[8:-2]] * 10
+        ),
+        (413, HANG_UP),
     ),
     "an unknown key": (lambda a, s: a.send("POST", "/v1/engines", json={"count": 1, "how": 2}), (422,)),
     "a wrong type": (lambda a, s: a.send("POST", "/v1/engines", json={"count": "1"}), (422,)),

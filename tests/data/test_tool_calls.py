@@ -65,6 +65,9 @@ def test_several_calls_after_a_text() -> None:
         (HERMES, '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
         (HERMES, '<tool_call>{"arguments": {}}</tool_call>'),
         (HERMES, f"<tool_call>{'[' * 100_000}</tool_call>"),
+        (HERMES, '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>'),
+        (HERMES, f'<tool_call>{{"name": "add", "arguments": {{"a": {"[" * 100}{"]" * 100}}}}}</tool_call>'),
         (CODER, "<tool_call><function=add>a = 1</function></tool_call>"),
         (CODER, "<tool_call>add(1)</tool_call>"),
         (LLAMA, '{"a": 1}'),
@@ -85,3 +88,37 @@ def test_a_value_of_an_unknown_parameter_is_json_or_text() -> None:
         "<tool_call><function=sub><parameter=x>3</parameter><parameter=y>z</parameter></function></tool_call>"
     )
     assert parse(CODER, text).calls == (ToolCall("sub", '{"x": 3, "y": "z"}'),)
+
+
+@pytest.mark.parametrize("value", ["NaN", "-1e999", "[" * 500 + "]" * 500])
+def test_a_value_that_json_cannot_carry_is_text(value: str) -> None:
+    text = f"<tool_call><function=sub><parameter=x>{value}</parameter></function></tool_call>"
+    assert parse(CODER, text).calls == (ToolCall("sub", json.dumps({"x": value})),)
+
+
+@pytest.mark.parametrize(
+    "parameters", [None, [], {"properties": None}, {"properties": {"a": True, "b": "x"}}]
+)
+def test_a_tool_may_have_any_schema(parameters: object) -> None:
+    parser = parser_of(CODER)
+    assert parser is not None
+    text = "<tool_call><function=add><parameter=a>1</parameter></function></tool_call>"
+    tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+    assert parser(text, [tool]).calls == (ToolCall("add", '{"a": 1}'),)
+
+
+@pytest.mark.parametrize(
+    ("template", "start", "repeated", "end"),
+    [
+        (HERMES, "", "<tool_call>", ""),
+        (CODER, "<tool_call><function=f>", "<parameter=x>", "</function></tool_call>"),
+        (CODER, "<tool_call><function=f>", " ", "?</function></tool_call>"),
+        (LLAMA, "", '{"name": ', ""),
+    ],
+)
+def test_a_model_that_repeats_itself_is_parsed_in_linear_time(
+    template: str, start: str, repeated: str, end: str
+) -> None:
+    """In quadratic time, this would take hours."""
+    text = start + repeated * 10**6 + end
+    assert parse(template, text) == ParsedTurn(text, ())

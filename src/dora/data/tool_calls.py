@@ -1,11 +1,13 @@
 """Tool calls in the text of a model, in the format that its chat template teaches.
 
 A call that is malformed, or that was cut off, stays part of the text: the agent sees what the model wrote.
+Parsers run in the driver on whatever a model writes, so they take linear time and raise nothing.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -33,9 +35,28 @@ class ParsedTurn(NamedTuple):
 
 Parser = Callable[[str, Sequence[Tool]], ParsedTurn]
 
-_BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+MAX_DEPTH = 100  # of nested JSON: what encodes or validates it again is recursive
+
+_START, _END = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is; None if it is none, or is not portable."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and is_portable(value) else None
+
+
+def is_portable(value: Any, max_depth: int = MAX_DEPTH) -> bool:
+    """Whether any JSON library can read this JSON value: no nan, no infinity, and no deeper nesting."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return parts is None or (max_depth > 0 and all(is_portable(part, max_depth - 1) for part in parts))
 
 
 def parser_of(template: str) -> Parser | None:
@@ -59,19 +80,18 @@ def _parse_xml(text: str, tools: Sequence[Tool]) -> ParsedTurn:
 
     A value whose parameter is not a string in the tool's schema is JSON.
     """
-    schemas = {
-        tool["function"]["name"]: tool["function"].get("parameters", {}).get("properties", {})
-        for tool in tools
-    }
+    types_of = {tool["function"]["name"]: _parameter_types(tool["function"]) for tool in tools}
 
     def parse(block: str) -> ToolCall | None:
         if (function := _FUNCTION.fullmatch(block)) is None:
             return None
         name, body = function.groups()
-        if _PARAMETER.sub("", body).strip():
-            return None
-        types = {key: schema.get("type") for key, schema in schemas.get(name, {}).items()}
-        values = {key: _value_of(value, types.get(key)) for key, value in _PARAMETER.findall(body)}
+        types, values, body, position = types_of.get(name, {}), {}, body.lstrip(), 0
+        while position < len(body):
+            if (parameter := _PARAMETER.match(body, position)) is None:
+                return None
+            key, value = parameter.groups()
+            values[key], position = _value_of(value, types.get(key)), parameter.end()
         return ToolCall.make(name, values)
 
     return _parse_blocks(text, parse)
@@ -100,25 +120,30 @@ def _json_calls(text: str) -> Iterator[ToolCall]:
 
 def _parse_blocks(text: str, parse: Callable[[str], ToolCall | None]) -> ParsedTurn:
     calls: list[ToolCall] = []
-
-    def take(match: re.Match[str]) -> str:
-        call = parse(match[1])
-        if call is None:
-            return match[0]
-        calls.append(call)
-        return ""
-
-    content = _BLOCK.sub(take, text)
+    content, position = "", 0
+    while (start := text.find(_START, position)) >= 0 and (end := text.find(_END, start)) >= 0:
+        call, stop = parse(text[start + len(_START) : end]), end + len(_END)
+        content += text[position : stop if call is None else start]
+        calls += [] if call is None else [call]
+        position = stop
+    content += text[position:]
     return ParsedTurn(content.strip() if calls else content, tuple(calls))
+
+
+def _parameter_types(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The type of each parameter whose schema has one; a client may send any JSON as schema."""
+    match function.get("parameters"):
+        case {"properties": {**schemas}}:
+            return {
+                str(key): schema.get("type") for key, schema in schemas.items() if isinstance(schema, dict)
+            }
+    return {}
 
 
 def _call_of(text: str, key: str) -> ToolCall | None:
     """The call that a JSON object describes."""
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+    call = json_object(text)
+    if call is None or not isinstance(call.get("name"), str):
         return None
     arguments = call.get(key, {})
     return ToolCall.make(call["name"], arguments) if isinstance(arguments, dict) else None
@@ -128,6 +153,7 @@ def _value_of(text: str, kind: str | None) -> Any:
     if kind == "string":
         return text
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return text
+    return value if is_portable(value) else text

@@ -125,12 +125,12 @@ async def post_reward(session: SessionName, body: EpisodeReward, run: Run) -> Se
 
 async def open_if_new(session: str, body: TurnBody, run: RunHandle, request: Request) -> None:
     """Open a session for the first request in its URL. Raises ServiceError if no episode is waiting."""
-    body.to_call()
+    call = body.to_call()
 
     def open_waiting(context: RunContext) -> AgentSession | None:
         sessions = agent_sessions(context)
-        body.check(context)  # an invalid request takes no episode
-        return sessions.open(session)
+        body.check(context)
+        return sessions.open_with(session, call)  # an invalid request takes no episode
 
     if await while_connected(request, run.wait(open_waiting, OPEN_TIMEOUT_S)) is None:
         raise ServiceError(503, f"no episode was waiting for an agent within {OPEN_TIMEOUT_S:g} s; try again")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, Field
 
 from dora.data.tool_calls import ToolCall
@@ -15,7 +15,7 @@ from dora.errors import ServiceError
 from dora.runtime.rollout.agent_sessions import ChatMessage, TurnRequest
 from dora.service.agents import SessionName, SessionTurn, check_sampling, next_turn, open_if_new
 from dora.service.context import Run, RunContext
-from dora.service.models import MessageBody, RequestBody
+from dora.service.models import JsonObject, MessageBody, RequestBody
 
 router = APIRouter(prefix="/s/{session}/v1", tags=["agents"])
 
@@ -33,7 +33,7 @@ class ToolUseBlock(MessageBody):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: JsonObject
 
 
 class ToolResultBlock(MessageBody):
@@ -83,7 +83,7 @@ class AnthropicTool(MessageBody):
     type: Literal["custom"] | None = None
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: JsonObject
 
     def to_tool(self) -> dict[str, Any]:
         about = {} if self.description is None else {"description": self.description}
@@ -156,11 +156,15 @@ class Message(BaseModel):
 @router.post("/messages", response_model=Message)
 async def create_message(
     session: SessionName, body: MessageRequest, run: Run, request: Request
-) -> Message | StreamingResponse:
+) -> Message | PlainTextResponse:
     """The model's next turn; the first request opens the session. 503 if no episode is waiting."""
     await open_if_new(session, body, run, request)
     message = _message(await next_turn(session, body, run, request))
-    return StreamingResponse(_events(message), media_type="text/event-stream") if body.stream else message
+    return (
+        PlainTextResponse("".join(_events(message)), media_type="text/event-stream")
+        if body.stream
+        else message
+    )
 
 
 def _text(content: str | list[TextBlock]) -> str:

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, Field
 
-from dora.data.tool_calls import ToolCall
+from dora.data.tool_calls import ToolCall, json_object
 from dora.errors import ServiceError
 from dora.runtime.rollout.agent_sessions import ChatMessage, TurnRequest
 from dora.service.agents import (
@@ -27,7 +27,7 @@ from dora.service.agents import (
     open_if_new,
 )
 from dora.service.context import Run, RunContext
-from dora.service.models import MessageBody, RequestBody
+from dora.service.models import JsonObject, MessageBody, RequestBody
 
 router = APIRouter(prefix="/v1", tags=["agents"])
 session_router = APIRouter(prefix="/s/{session}/v1", tags=["agents"])
@@ -49,11 +49,8 @@ class FunctionCallParam(MessageBody):
 
     def to_call(self) -> ToolCall:
         """Raises ServiceError unless the arguments are a JSON object."""
-        try:
-            arguments = json.loads(self.arguments)
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
+        arguments = json_object(self.arguments)
+        if arguments is None:
             raise ServiceError(
                 400, "the arguments of a tool call are no JSON object; send the call as the response had it"
             )
@@ -90,7 +87,7 @@ class FunctionParam(RequestBody):
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -261,7 +258,7 @@ async def get_models() -> ModelList:
 @router.post("/chat/completions", response_model=ChatCompletion)
 async def create_completion(
     body: ChatCompletionRequest, run: Run, request: Request, dora_session: SessionHeader
-) -> ChatCompletion | StreamingResponse:
+) -> ChatCompletion | PlainTextResponse:
     """The model's next turn in a conversation, by the version of the session."""
     return _response(body, await next_turn(dora_session, body, run, request))
 
@@ -269,18 +266,18 @@ async def create_completion(
 @session_router.post("/chat/completions", response_model=ChatCompletion)
 async def create_completion_of_session(
     session: SessionName, body: ChatCompletionRequest, run: Run, request: Request
-) -> ChatCompletion | StreamingResponse:
+) -> ChatCompletion | PlainTextResponse:
     """The same without a header; the first request opens the session. 503 if no episode is waiting."""
     await open_if_new(session, body, run, request)
     return _response(body, await next_turn(session, body, run, request))
 
 
-def _response(body: ChatCompletionRequest, turn: SessionTurn) -> ChatCompletion | StreamingResponse:
+def _response(body: ChatCompletionRequest, turn: SessionTurn) -> ChatCompletion | PlainTextResponse:
     completion = _completion(turn, _logprobs(turn) if body.logprobs else None)
     if not body.stream:
         return completion
     has_usage = bool(body.stream_options and body.stream_options.include_usage)
-    return StreamingResponse(_events(completion, has_usage), media_type="text/event-stream")
+    return PlainTextResponse("".join(_events(completion, has_usage)), media_type="text/event-stream")
 
 
 def _logprobs(turn: SessionTurn) -> ChoiceLogprobs:

@@ -1,4 +1,5 @@
-"""Limit the service's connections: their number, and how long a client may take for a request's head.
+"""Limit the service's connections: their number, and how long a client may neither send a request's head nor
+read a response.
 
 Each connection is an open file of the driver, and is made before its client has shown an auth token.
 """
@@ -12,6 +13,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_TIMEOUT_S = 10.0  # for the head of a request
+READ_TIMEOUT_S = 30.0  # for the client to read any more of a response
 MAX_CONNECTIONS = 1024
 BACKLOG = 64  # connections that the kernel accepts before the server does
 
@@ -27,6 +29,7 @@ class LimitedConnection(H11Protocol):
 
     idle_since_s: float | None = None  # on the loop's clock; None: a request is in progress
     _head_timer: asyncio.TimerHandle | None = None  # closes the connection unless the head arrives
+    _read_timer: asyncio.TimerHandle | None = None  # closes it unless the client reads
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Over the limit, close the connection that has been idle longest, possibly this one."""
@@ -54,9 +57,20 @@ class LimitedConnection(H11Protocol):
         self._update_idle()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
+        """Stop the timers."""
         super().connection_lost(exc)
         self._stop_head_timer()
+        self._stop_read_timer()
+
+    def pause_writing(self) -> None:
+        """Too much of the response is unsent: start the timer of its client."""
+        super().pause_writing()
+        self._start_read_timer()
+
+    def resume_writing(self) -> None:
+        """The client has read enough."""
+        super().resume_writing()
+        self._stop_read_timer()
 
     def _start_head_timer(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
@@ -65,6 +79,22 @@ class LimitedConnection(H11Protocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _start_read_timer(self) -> None:
+        num_bytes = self.transport.get_write_buffer_size()
+        self._read_timer = self.loop.call_later(READ_TIMEOUT_S, self._check_client_reads, num_bytes)
+
+    def _stop_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+    def _check_client_reads(self, num_bytes: int) -> None:
+        """Close the connection if as many bytes are unsent as before."""
+        if self.transport.get_write_buffer_size() < num_bytes:
+            self._start_read_timer()
+        else:
+            self.transport.abort()
 
     def _update_idle(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:

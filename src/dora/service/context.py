@@ -128,7 +128,7 @@ async def _wait_for_disconnect(request: Request) -> None:
         pass
 
 
-def _run_handle(request: Request) -> RunHandle:
+async def _run_handle(request: Request) -> RunHandle:
     handle: RunHandle = request.app.state.run
     return handle
 

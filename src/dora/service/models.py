@@ -13,10 +13,11 @@ from typing import Annotated, Any, Literal
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
+from dora.data.tool_calls import MAX_DEPTH, is_portable
 from dora.errors import DoraError, InputError, RunError, ServiceError, StreamError
 
 ERROR_STATUSES = {
@@ -36,9 +37,21 @@ ERROR_STATUSES = {
 RETRY_STATUSES = (429, 503)
 RETRY_AFTER = {"Retry-After": "1"}  # seconds; header of a response with one of these statuses
 
+MAX_FINDINGS = 5  # in the message of a body that is not valid
+MAX_FIELD = 80  # characters of a field's name in it
+
 MAX_REWARD = 1e6  # absolute value, as in dora.trainer.advantage
 RewardValue = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 Wait = Annotated[float, Query(ge=0, le=60, description="how long to wait for a result (s)")]
+
+
+def _check_portable(value: dict[str, Any]) -> dict[str, Any]:
+    if not is_portable(value):
+        raise ValueError(f"send only finite numbers, and at most {MAX_DEPTH} levels of nesting")
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_check_portable)]  # with any content
 
 
 class RequestBody(BaseModel):
@@ -101,6 +114,10 @@ async def _handle_error(request: Request, error: Exception) -> AsciiJSONResponse
             allowed = _allowed_methods(request)
             message = f"the method is not supported here; use {allowed}"
             return error_response(ServiceError(405, message), {"Allow": allowed})
+        case HTTPException(status_code=400):  # FastAPI's, for a body that Python's json cannot decode
+            return error_response(
+                ServiceError(400, "the body cannot be decoded; send JSON in UTF-8, less nested")
+            )
         case HTTPException():
             return error_response(ServiceError(error.status_code, str(error.detail)), error.headers)
         case ServiceError():
@@ -110,7 +127,7 @@ async def _handle_error(request: Request, error: Exception) -> AsciiJSONResponse
         case RunError():
             return error_response(ServiceError(503, str(error)))
         case RequestValidationError():
-            return error_response(ServiceError(422, "; ".join(map(_describe_invalid, error.errors()))))
+            return error_response(ServiceError(422, _describe_invalid(error.errors())))
         case _:  # Starlette raises it again after this response, and uvicorn logs the traceback
             return error_response(ServiceError(500, "internal error; the run's console has the traceback"))
 
@@ -122,8 +139,15 @@ def _allowed_methods(request: Request) -> str:
     return ", ".join(sorted(methods)) or "GET"  # /health, /docs and /openapi.json are not among these routes
 
 
-def _describe_invalid(finding: dict[str, Any]) -> str:
-    """One finding of pydantic: the field and the rule, without the value."""
-    location: Sequence[object] = finding["loc"]
-    field = ".".join(map(str, location[1:])) or location[0]
-    return f"{ascii(field)[1:-1]}: {finding['msg']}"
+def _describe_invalid(findings: Sequence[Any]) -> str:
+    """The first findings of pydantic: each is a field and its rule, without the value."""
+    described = []
+    for finding in findings[:MAX_FINDINGS]:
+        location: Sequence[object] = finding["loc"]
+        names = [str(name) for name in location[1:] if "[" not in str(name)]  # pydantic's names of types
+        field = ascii(".".join(names) or location[0])[1:-1]
+        described.append(
+            f"{field if len(field) <= MAX_FIELD else field[:MAX_FIELD] + '...'}: {finding['msg']}"
+        )
+    more = len(findings) - MAX_FINDINGS
+    return "; ".join([*described, f"and {more} more"] if more > 0 else described)

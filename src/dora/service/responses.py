@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, BeforeValidator, Field
 
 from dora.runtime.rollout.agent_sessions import ChatMessage, TurnRequest
@@ -67,6 +67,12 @@ Item = Annotated[
 ]
 
 
+def _refuse_reference(id: object) -> None:
+    """A conversation cannot refer to an earlier response."""
+    if id is not None:
+        raise ValueError("no response is stored; send the whole conversation as input")
+
+
 class ResponseTool(FunctionParam):
     """A function that the model may call."""
 
@@ -102,7 +108,7 @@ class ResponseRequest(RequestBody):
     text: TextConfig | None = None
     truncation: Literal["disabled"] | None = None
     include: Annotated[list[str], Field(max_length=0)] | None = None
-    previous_response_id: None = None  # no response is stored: send the whole conversation
+    previous_response_id: Annotated[None, BeforeValidator(_refuse_reference)] = None
     store: bool | None = None  # has no effect, as the next three
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -182,11 +188,15 @@ class Response(BaseModel):
 @router.post("/responses", response_model=Response)
 async def create_response(
     session: SessionName, body: ResponseRequest, run: Run, request: Request
-) -> Response | StreamingResponse:
+) -> Response | PlainTextResponse:
     """The model's next turn; the first request opens the session. 503 if no episode is waiting."""
     await open_if_new(session, body, run, request)
     response = _response(body, await next_turn(session, body, run, request))
-    return StreamingResponse(_events(response), media_type="text/event-stream") if body.stream else response
+    return (
+        PlainTextResponse("".join(_events(response)), media_type="text/event-stream")
+        if body.stream
+        else response
+    )
 
 
 def _response(body: ResponseRequest, turn: SessionTurn) -> Response:

@@ -220,6 +220,22 @@ class AgentSessions:
         self._idle_since_s = self._clock.now_s
         return session
 
+    def open_with(self, name: str, call: TurnRequest) -> AgentSession | None:
+        """As `open`; a new session starts its episode with this call. If it is refused, nothing changes.
+
+        Raises ServiceError and DataError as `complete`.
+        """
+        is_new = name not in self._sessions
+        session = self.open(name)
+        if session is not None and is_new:
+            try:
+                self.complete(name, call)
+            except Exception:
+                del self._sessions[name]
+                self._waiting[session.episode] = session.version
+                raise
+        return session
+
     def get(self, name: str) -> AgentSession:
         """Return an open session and renew its lease. Raises ServiceError if it is unknown or has ended."""
         session = self._sessions.get(name) or self._ended.get(name)
@@ -455,8 +471,10 @@ class AgentSessions:
         self._send(reply)
 
     def _remove(self, session: AgentSession) -> None:
-        """Move a session to the ended ones, of which the latest are kept."""
-        self._ended[session.name] = self._sessions.pop(session.name)
+        """Move a session to the ended ones, of which the latest are kept, without their conversations."""
+        del self._sessions[session.name]
+        name, reason = session.name, session.end_reason
+        self._ended[name] = AgentSession(name, session.episode, session.version, None, end_reason=reason)
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
@@ -466,7 +484,15 @@ class AgentSessions:
 
 def _check_length(messages: Sequence[ChatMessage], num_tokens: int, tools: str = "") -> None:
     """Raises ServiceError for messages that cannot fit `num_tokens`, before the driver tokenizes them."""
+    calls = [call for message in messages for call in message.calls]
+    if len(messages) + len(calls) > num_tokens:
+        raise ServiceError(
+            400,
+            f"there are {len(messages)} new messages with {len(calls)} tool calls, and each has at least one "
+            f"of {num_tokens} tokens; send fewer",
+        )
     num_characters = sum(len(message.content) for message in messages) + len(tools)
+    num_characters += sum(len(call.name) + len(call.arguments) for call in calls)
     max_characters = MAX_CHARACTERS * num_tokens
     if num_characters > max_characters:
         raise ServiceError(
