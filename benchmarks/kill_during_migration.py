@@ -36,8 +36,6 @@ Aim = tuple[str, str]  # moment, side
 
 MODEL = Path(__file__).parent.parent / "examples" / "gcd-start"
 CONFIG = """
-[run]
-steps = 20
 [model]
 path = "{model}"
 [data]
@@ -126,7 +124,8 @@ class KillingExecutor:
 def run(folder: Path, seed: int, aims: Sequence[Aim]) -> tuple[list[Aim], Counter[str]]:
     """One checked run. Returns its kills, and the number of events by type and of findings."""
     (folder / "config.toml").write_text(CONFIG.format(model=MODEL.resolve()))
-    setup = RunSetup.make(load.read_config(folder / "config.toml", [f"run.seed={seed}"]), folder)
+    changes = [f"run.seed={seed}", f"run.steps={min(20, 4 + 2 * len(aims))}"]
+    setup = RunSetup.make(load.read_config(folder / "config.toml", changes), folder)
     orchestrator, counts = Orchestrator(setup.limits), Counter[str]()
     checker = Checker(setup.limits, len(setup.dataset))
     journal = JournalWriter(folder / "journal.jsonl", setup.limits, "", len(setup.dataset))

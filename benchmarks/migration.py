@@ -38,7 +38,7 @@ from dora.model.config import ModelConfig
 from dora.model.pretrained import save_pretrained
 from dora.model.weights import WeightLayout, initial_weights, parameter_shapes
 from dora.runtime.process import messages as m
-from dora.runtime.process.worker_process import Worker, WorkerMessages
+from dora.runtime.process.worker_process import Worker, WorkerMessages, preload_workers
 from dora.runtime.rollout.engine_worker import run_engine
 from dora.runtime.rollout.migration import Migrations
 from dora.weights.store import WeightStore, make_store_folder
@@ -88,6 +88,7 @@ class EnginePair:
         self._messages = WorkerMessages()
         self._events: deque[Event] = deque()
         self.migrations = Migrations(self.folder, WAIT_S, self._events, self.send)
+        preload_workers()
         self.workers = [self._start(number) for number in range(2)]
         self.reports: dict[int, m.EngineReport] = {}
         self._killed: set[int] = set()

@@ -77,8 +77,9 @@ def check_same(reference: Workspace, tested: Workspace, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "family"), [*((shape, "qwen3") for shape in SHAPES), ("seven", "llama")]
+)  # llama: without norms of queries and keys
 def test_attention_equals_that_of_the_eager_kernels(shape: str, family: str, dtype: str) -> None:
     reference, tested = workspaces(config(*SHAPES[shape], family), dtype)
     for kernels in (EagerKernels(reference), triton_kernels.TritonKernels(tested)):
@@ -178,7 +179,7 @@ def compiled(cache: Path, *cases: str) -> list[str]:
 def test_engines_with_triton_and_eager_kernels_generate_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cuda_graphs, "_BUCKET", 8)  # the interpreter is slow
+    monkeypatch.setattr(cuda_graphs, "_BUCKET", 2)  # the interpreter is slow
     requests = [tiny.make_request(i, version=i % 2, group_size=1, max_tokens=2) for i in range(2)]
     found, expected = (
         tiny.run(tiny.make_engine(kernels, max_rows=5, num_versions=2), requests)

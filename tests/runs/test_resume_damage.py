@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sqlite3
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -23,13 +24,26 @@ from dora.stream.sample_db import SampleStore
 from dora.trainer.checkpoint_folders import write_manifest
 
 
+@pytest.fixture(scope="module")
+def killed_out(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a run that was killed after it published version 5, with checkpoints of steps 2 and 4."""
+    resumable = ResumableRun(task, tmp_path_factory.mktemp("killed") / "run")
+    try:
+        run = resumable.start(trainer__keep_last=3, **SLOW)
+        run.wait_until((resumable.out / "checkpoints" / "step-4").is_dir, "two checkpoints")
+        run.wait_until(
+            lambda: any(line.get("digest") and line["version"] == 5 for line in journal(run.out)), "5"
+        )
+        resumable.kill_after(run, 0)
+        yield resumable.out
+    finally:
+        resumable.kill_all()
+
+
 @pytest.fixture
-def killed(resumable: ResumableRun) -> ResumableRun:
-    """A run that was killed after it published version 5, with the checkpoints of steps 2 and 4."""
-    run = resumable.start(trainer__keep_last=3, **SLOW)
-    run.wait_until((resumable.out / "checkpoints" / "step-4").is_dir, "two checkpoints")
-    run.wait_until(lambda: any(line.get("digest") and line["version"] == 5 for line in journal(run.out)), "5")
-    resumable.kill_after(run, 0)
+def killed(resumable: ResumableRun, killed_out: Path) -> ResumableRun:
+    """A copy of the killed run, which the test may damage and resume."""
+    shutil.copytree(killed_out, resumable.out)
     return resumable
 
 

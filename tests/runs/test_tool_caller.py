@@ -21,6 +21,7 @@ NUM_STEPS = 2
 SETTINGS = {
     "run__steps": NUM_STEPS,
     "trainer__batch_size": 1,  # each episode of the harness takes seconds to import OpenAI's client
+    "sampling__group_size": 4,
     "trainer__warmup_steps": 0,
     "eval__num_prompts": 0,
     "orchestrator__max_staleness": 0,

@@ -92,6 +92,7 @@ SLOT_FLAGS = (
     *("--scheduler-cls", "dora_vllm_versions.VersionScheduler"),
 )
 CPU_FLAGS = ("--enforce-eager", "--block-size", "32")  # by default a block has 128 tokens
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on a CPU
 IN_PROCESS = ("--distributed-executor-backend", "dora_vllm_executor.InProcessExecutor")
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # else it compiles C++ for a part of the sampler
@@ -158,6 +159,11 @@ class Vllm(HttpEngine):
         The engine is lost if the server sends nothing for `silence_s` while it has requests.
         """
         check_server_options(VLLM, python, url)
+        if device == "cpu" and (head_dim := load_config(Path(model)).head_dim) not in CPU_HEAD_DIMS:
+            raise EngineError(
+                f"vLLM cannot compute {model} on a CPU: its head_dim is {head_dim}, and vLLM supports "
+                f"{', '.join(map(str, CPU_HEAD_DIMS))}"
+            )
         if python is not None:
             kv_bytes = load_config(Path(model)).kv_bytes_per_token * max_rows * max_context
             sizes = ("--max-model-len", f"{max_context}", "--max-num-seqs", f"{max_rows}")
