@@ -38,7 +38,8 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	@# Meanwhile one process compiles the tests, which each worker would do otherwise.
+	$(BIN)/pytest --collect-only -qq > /dev/null & $(BIN)/mypy; code=$$?; wait; exit $$code
 	$(BIN)/dora simulate swarm --seeds 200
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 

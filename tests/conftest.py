@@ -1,4 +1,4 @@
-"""Settings of all tests: Triton's kernels, an offline hub, no time limits of properties, order, repetition."""
+"""Settings of all tests: Triton's kernels, an offline hub, no time limits of properties, order, repeats."""
 
 from __future__ import annotations
 

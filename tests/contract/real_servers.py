@@ -85,6 +85,9 @@ def test_the_commands_of_the_page_train(line: str, tmp_path: Path, monkeypatch: 
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / NAME).symlink_to(Path(PYTHON).absolute().parent.parent)
     monkeypatch.chdir(tmp_path)
+    for other in PAGE:
+        if other.startswith("dora init-model"):
+            assert dora(*shlex.split(other)[1:]).code == 0
     few = ("--steps", "3", "--set", "eval.num_prompts=16", "--set", "runtime.start_timeout_s=600")
     ended = dora(*shlex.split(line)[1:], *few, "--out", "run", timeout_s=800)
     assert ended.code == 0, ended.err
