@@ -159,13 +159,14 @@ class Vllm(HttpEngine):
         The engine is lost if the server sends nothing for `silence_s` while it has requests.
         """
         check_server_options(VLLM, python, url)
-        if device == "cpu" and (head_dim := load_config(Path(model)).head_dim) not in CPU_HEAD_DIMS:
-            raise EngineError(
-                f"vLLM cannot compute {model} on a CPU: its head_dim is {head_dim}, and vLLM supports "
-                f"{', '.join(map(str, CPU_HEAD_DIMS))}"
-            )
         if python is not None:
-            kv_bytes = load_config(Path(model)).kv_bytes_per_token * max_rows * max_context
+            config = load_config(Path(model))
+            if device == "cpu" and config.head_dim not in CPU_HEAD_DIMS:
+                raise EngineError(
+                    f"vLLM cannot compute {model} on a CPU: its head_dim is {config.head_dim}, and vLLM "
+                    f"supports {', '.join(map(str, CPU_HEAD_DIMS))}"
+                )
+            kv_bytes = config.kv_bytes_per_token * max_rows * max_context
             sizes = ("--max-model-len", f"{max_context}", "--max-num-seqs", f"{max_rows}")
             seed = f"{secrets.randbits(31)}"
             flags: tuple[str, ...] = ("--model", model, "--dtype", dtype, *sizes, "--seed", seed)
