@@ -120,7 +120,7 @@ class DataSection(Section):
         default=None, min_length=1, description="System message of conversations that have none (text)."
     )
     max_prompt_length: Count = Field(
-        default=256, description="Maximum prompt length; a longer prompt is an error (tokens)."
+        default=256, description="Maximum prompt length; a longer prompt is an error, or left out (tokens)."
     )
     filter_overlong_prompts: bool = Field(
         default=False, description="Leave out longer prompts, also of evaluations, and report their number."

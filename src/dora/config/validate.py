@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from dora.config.schema import BREAKS_C1, FIXED_STALENESS, Config
+from dora.config.schema import BREAKS_C1, FIXED_STALENESS, Config, EvalSourceSection, SourceSection
 from dora.errors import ConfigError
 from dora.trainer import recipe
 
@@ -75,7 +75,7 @@ def _check_sources(config: Config) -> None:
             "and remove data.path, or remove the sources"
         )
     for source in config.source:
-        _check_table_name("source", source.name, names)
+        _check_table("source", source, names)
         if source.path == "service":
             raise ConfigError(
                 f"source.{source.name}.path = service: a run with uploaded prompts has no other source; set "
@@ -83,9 +83,14 @@ def _check_sources(config: Config) -> None:
             )
 
 
-def _check_table_name(table: str, name: str, names: list[str]) -> None:
-    if names.count(name) > 1:
-        raise ConfigError(f"{table}.{name} is there twice; give each [[{table}]] a name of its own")
+def _check_table(table: str, source: SourceSection | EvalSourceSection, names: list[str]) -> None:
+    if names.count(source.name) > 1:
+        raise ConfigError(f"{table}.{source.name} is there twice; give each [[{table}]] a name of its own")
+    given = source.model_fields_set & {"prompt_key", *_OF_FOLDER}
+    if source.path == "gcd" and given:
+        raise ConfigError(
+            f"{table}.{source.name}.{min(given)} has no effect with path = gcd in that table; remove it"
+        )
 
 
 def _check_curriculum(config: Config) -> None:
@@ -118,8 +123,8 @@ def _check_evaluation(config: Config) -> None:
             f"eval.path = {evaluation.path!r} with [[eval_source]] {names[0]}: list all held-out datasets as "
             "[[eval_source]] and remove eval.path, or remove the sources"
         )
-    for name in names:
-        _check_table_name("eval_source", name, names)
+    for source in config.eval_source:
+        _check_table("eval_source", source, names)
     if not evaluation.greedy and not evaluation.num_samples:
         raise ConfigError(
             "eval.greedy = false with eval.num_samples = 0: an evaluation would generate no response; set "
@@ -578,9 +583,10 @@ def _unused_in_data(config: Config) -> Reasons:
     if config.data.path == "service":
         reason = "with data.path = service: each prompt is used once, in the order of arrival"
         unused |= dict.fromkeys((*_OF_FOLDER, "shuffle"), reason)
-        unused["filter_overlong_prompts"] = (
-            "with data.path = service: an upload with such a prompt is refused"
-        )
+        if not config.has_held_out:
+            unused["filter_overlong_prompts"] = (
+                "with data.path = service: an upload with such a prompt is refused"
+            )
     if not config.data.chat_template:
         unused["system_prompt"] = "without data.chat_template = true"
     return unused

@@ -456,11 +456,11 @@ def _read_folder(path: Path, split: str | None, subset: str | None) -> Rows:
         import datasets
     except ImportError as error:
         raise _missing_package(path, "a folder", "datasets") from error
-    if subset is not None and (path / "dataset_dict.json").is_file():
+    is_saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    if subset is not None and is_saved:
         raise DataError(
             f"{path}: subset = {subset!r}, but save_to_disk wrote a single one; remove the subset"
         )
-    is_saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
     try:
         found = datasets.load_from_disk(str(path)) if is_saved else datasets.load_dataset(str(path), subset)
     except Exception as error:  # the library raises many types

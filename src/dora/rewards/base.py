@@ -235,14 +235,14 @@ def check_signature(
     if signature is None:
         return
     declared = f"{reward_name(function)}{_without_types(signature)}"
+    if _is_verl_signature(signature):
+        _check_verl_signature(signature, f"{source}: {declared}", columns, lacking)
+        return
     for column in (name for name in _required_columns(signature, _arguments(signature)) if name in lacking):
         raise RewardError(
             f"{source}: {declared} needs the column {column!r}, which {lacking[column]} lacks; add it there, "
             "or give the parameter a default"
         )
-    if _is_verl_signature(signature):
-        _check_verl_signature(signature, f"{source}: {declared}", columns)
-        return
     is_batch, arguments = _is_batch_signature(signature), _arguments(signature)
     passed = _required_columns(signature, arguments) if columns is None else columns
     try:
@@ -264,15 +264,20 @@ def check_signature(
         )
 
 
-def _check_verl_signature(signature: inspect.Signature, declared: str, columns: Sequence[str] | None) -> None:
-    """Raises RewardError, which begins with `declared`, if a call as verl's must fail."""
+def _check_verl_signature(
+    signature: inspect.Signature, declared: str, columns: Sequence[str] | None, lacking: Mapping[str, str]
+) -> None:
+    """Raises RewardError, which begins with `declared`, if a call as verl's must fail.
+
+    One dataset may have reward_model and another one ground_truth.
+    """
     try:
         signature.bind(**dict.fromkeys(_verl_arguments(signature)))
     except TypeError as error:
         raise RewardError(
             f"{declared} cannot be called with {', '.join(VERL_ARGUMENTS)}: {error}; write it as\n{EXAMPLES}"
         ) from error
-    if columns is not None and {"reward_model", "ground_truth"}.isdisjoint(columns):
+    if columns is not None and {"reward_model", "ground_truth"}.isdisjoint((*columns, *lacking)):
         raise RewardError(
             f"{declared} needs the column reward_model with ground_truth in it, or ground_truth; the first "
             f"row has {', '.join(columns) or 'no column'}; add one of the two, or write it as\n{EXAMPLES}"
