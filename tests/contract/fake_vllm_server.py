@@ -13,6 +13,7 @@ import math
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -108,6 +109,7 @@ class FakeVllmServer(ThreadingHTTPServer):
         self.loaded_files: list[str] = []
         self.aborted: set[str] = set()
         self.num_streams = 0
+        self.unfinished: Counter[str] = Counter()  # streams of each label
         self.changed = threading.Condition()
         self._thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
@@ -163,7 +165,8 @@ class Handler(BaseHTTPRequestHandler):
             case "/collective_rpc" if body["method"] in ("dora_load_weights", "dora_load_part"):
                 self._load(*body["args"])
             case "/collective_rpc" if body["method"] == "dora_drop_version":
-                del self.server.digests[body["args"][0]]
+                self.server.digests.pop(body["args"][0], None)
+                assert not self.server.unfinished[body["args"][0]], "requests of a dropped version"
                 self._send_json(200, {"results": [None]})
             case "/collective_rpc" if body["method"] == "dora_drop_all_versions":
                 self.server.digests.clear()
@@ -264,6 +267,7 @@ class Handler(BaseHTTPRequestHandler):
         server, name = self.server, f"generate-tokens-{body['request_id']}"
         with server.changed:
             server.num_streams += 1
+            server.unfinished[body["cache_salt"]] += 1
             server.generate_calls.append(body)
             server.changed.notify_all()
             events = [*made_up_events(body, server.label_of(body))]
@@ -275,6 +279,7 @@ class Handler(BaseHTTPRequestHandler):
         finally:
             with server.changed:
                 server.num_streams -= 1
+                server.unfinished[body["cache_salt"]] -= 1
         if is_complete:
             if "reported_prefill" in server.faults:
                 num_tokens = len(body["token_ids"])

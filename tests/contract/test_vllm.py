@@ -498,10 +498,14 @@ def test_the_worker_on_a_cpu_is_in_the_engines_process_if_there_is_only_one(
 # aborts
 
 
+@pytest.mark.parametrize("num_slots", [1, 2])
 @pytest.mark.parametrize("num_ignored", [0, 2], ids=["at once", "in the end"])
-def test_a_load_waits_until_the_server_is_idle(make: Make, num_ignored: int) -> None:
+def test_a_version_is_dropped_once_the_server_generates_nothing_for_it(
+    make: Make, num_ignored: int, num_slots: int
+) -> None:
     """An abort may overtake its request. The fake server fails if weights change during an answer."""
-    engine, server = make(holds=True, ignored_aborts=num_ignored + 1)  # the first abort is of other clients
+    faults = {"holds": True, "ignored_aborts": num_ignored + 1}  # the first abort is of other clients
+    engine, server = make(num_slots=num_slots, version_slots=num_slots, **faults)
     engine.load(0, version_weights(0))
     engine.submit([make_request(number) for number in range(MAX_ROWS)])
     engine.step()

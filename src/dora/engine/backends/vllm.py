@@ -218,20 +218,28 @@ class Vllm(HttpEngine):
         super().close()
 
     def _send_file(self, label: str, path: Path) -> str:
-        if self._is_multi_version:
-            num_parts = math.ceil(path.stat().st_size / LOAD_PART_BYTES)
-            for part in range(num_parts):
-                digests = self._call_workers("dora_load_part", label, str(path), part, num_parts)
-        elif self._sender is not None:
-            self._sender.send(path)
-            digests = self._call_workers("dora_received_digest", label)
-        else:
-            digests = self._call_workers("dora_load_weights", label, str(path))
-        if len({*digests}) != 1:
-            raise EngineError(f"workers of {self.server} have read different weights: {sorted(digests)}")
+        try:
+            digests = self._load_at_workers(label, path)
+            if len({*digests}) != 1:
+                raise EngineError(f"workers of {self.server} have read different weights: {sorted(digests)}")
+        except EngineError:
+            self._call_workers("dora_drop_version", label)  # some may have it
+            raise
         if not self._is_multi_version:
             self.server.call("/update_weight_version", {"new_version": label})
-        return str(digests[0])
+        return digests[0]
+
+    def _load_at_workers(self, label: str, path: Path) -> list[str]:
+        """The digests of what they have read."""
+        if self._is_multi_version:
+            digests, num_parts = list[str](), math.ceil(path.stat().st_size / LOAD_PART_BYTES)
+            for part in range(num_parts):
+                digests = self._call_workers("dora_load_part", label, str(path), part, num_parts)
+            return digests
+        if self._sender is not None:
+            self._sender.send(path)
+            return self._call_workers("dora_received_digest", label)
+        return self._call_workers("dora_load_weights", label, str(path))
 
     def _call_workers(self, method: str, *arguments: object) -> list[Any]:
         """Call a method of each worker. Returns their results. Raises EngineError, RunError."""
@@ -242,6 +250,7 @@ class Vllm(HttpEngine):
     def drop(self, version: int) -> None:
         label = self._labels.get(version, "")
         super().drop(version)
+        self._wait_for_dropped_versions()
         self._drop_from_server(label)
 
     def _drop_from_server(self, label: str) -> None:
@@ -397,7 +406,7 @@ def _transfer_flags(
                 "'reload', or set version_slots = 1"
             )
         slots = json.dumps({"dora_version_slots": version_slots})
-        return (*SLOT_FLAGS, "--additional-config", slots, "--enforce-eager")
+        return (*SLOT_FLAGS, "--additional-config", slots, "--enforce-eager", "--no-async-scheduling")
     if weight_transfer in ("ipc", "nccl") and device == "cpu":
         raise EngineError(
             f"weight_transfer = {weight_transfer!r} needs GPUs; set weight_transfer = 'file' or 'reload'"
@@ -499,6 +508,11 @@ class VllmLora(Vllm):
             silence_s=silence_s,
             num_gpus=num_gpus,
         )
+        if self._is_multi_version:
+            raise EngineError(
+                f"{self.server} has slots for full weights, which adapters cannot use: start it without "
+                "--worker-cls and --scheduler-cls"
+            )
         self.num_slots, self._rank = version_slots, rank
         self._folders: dict[str, Path] = {}  # by label; the server may read them until the adapter is dropped
         _, self._base = load_pretrained(Path(model))

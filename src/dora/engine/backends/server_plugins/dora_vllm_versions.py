@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,7 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
     """vLLM's worker with several models."""
 
     def load_model(self, **arguments: Any) -> None:
-        """Load the initial model into every slot. Raises RuntimeError if memory lacks."""
+        """Load the initial model into every slot. Raises RuntimeError if memory is insufficient."""
         super().load_model(**arguments)
         num_slots = self.vllm_config.additional_config["dora_version_slots"]
         layers = self.vllm_config.compilation_config.static_forward_context
@@ -97,34 +97,47 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
         Returns the digest of the file's data with the last part, which makes the version usable; else "".
         """
         if part == 0:
-            self._loading = next((slot for slot in self._slots if not slot.version), None)
-            if self._loading is None:
+            self._end_load()  # one that was given up
+            slot = next((slot for slot in self._slots if not slot.version), None)
+            if slot is None:
                 raise RuntimeError(f"no free slot for {version}: {[slot.version for slot in self._slots]}")
-            self._digest = self._thread.submit(dora_digest.safetensors_digest, path)
-            initialize_layerwise_reload(self._loading.model)
+            self._loading, self._digest = slot, self._thread.submit(dora_digest.safetensors_digest, path)
+            initialize_layerwise_reload(slot.model)
         slot = self._loading
         assert slot is not None
-        config = set_current_vllm_config(self.vllm_config)
-        with safe_open(path, "pt") as stored, config, ExitStack() as at_end:
-            at_end.callback(finalize_layerwise_reload, slot.model, self.model_config)  # also after an error
-            names = stored.offset_keys()
-            own = names[len(names) * part // num_parts : len(names) * (part + 1) // num_parts]
-            slot.model.load_weights((name, stored.get_tensor(name)) for name in own)
-            if part + 1 < num_parts:
-                at_end.pop_all()
-                return ""
+        try:
+            with safe_open(path, "pt") as stored, set_current_vllm_config(self.vllm_config):
+                names = stored.offset_keys()
+                own = names[len(names) * part // num_parts : len(names) * (part + 1) // num_parts]
+                slot.model.load_weights((name, stored.get_tensor(name)) for name in own)
+        except BaseException:
+            self._end_load()
+            raise
+        if part + 1 < num_parts:
+            return ""
+        self._end_load()
         self.pack_head(slot.model)
         digest: str = self.record_digest(version, self._digest.result())
         slot.version = version
         return digest
 
+    def _end_load(self) -> None:
+        """Finish a load, complete or not. vLLM would add the tensors of the next one to those of this one."""
+        if self._loading is not None:
+            with set_current_vllm_config(self.vllm_config):
+                finalize_layerwise_reload(self._loading.model, self.model_config)
+            self._loading = None
+
     def dora_drop_version(self, version: str) -> None:
-        """Free the slot of a version that has no unfinished requests."""
+        """Free the slot of a version that has no unfinished requests, if a slot has it."""
         super().dora_drop_version(version)
-        self._slot_of(version).version = ""
+        for slot in self._slots:
+            if slot.version == version:
+                slot.version = ""
 
     def dora_drop_all_versions(self) -> None:
         super().dora_drop_all_versions()
+        self._end_load()
         for slot in self._slots:
             slot.version = ""
 
@@ -159,18 +172,21 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._turns = VersionTurns()
         self.decode_only: frozenset[str] = frozenset()  # ids of requests, as their client names them
-        self.computed_version = ""  # by whose weights the last step was computed
+        self._may_prioritize = True  # False after a step in which no prioritized request could run
+        self.computed_version = ""  # version that computed the last step
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         unfinished = [*self.running, *self.kv_holding_waiting, *self.waiting]
-        chosen = unfinished
-        if prioritized := [request for request in unfinished if self._is_prioritized(request)]:
+        chosen, prioritized = unfinished, [request for request in unfinished if self._is_prioritized(request)]
+        if prioritized and self._may_prioritize:
             chosen = prioritized + [request for request in unfinished if _is_halting(request)]
         version = self._turns.next({request.cache_salt for request in chosen})
         in_step = {request.request_id for request in chosen if request.cache_salt == version}
         with self._set_aside(lambda request: request.request_id not in in_step):
             output = super().schedule(throttle_prefills)
         output.dora_version = version
+        # The others have all rows or all KV blocks: let them run for a step.
+        self._may_prioritize = chosen is unfinished or output.total_num_scheduled_tokens > 0
         return output
 
     def _is_prioritized(self, request: Any) -> bool:
