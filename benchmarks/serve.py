@@ -171,6 +171,8 @@ def main() -> None:
             **{f"answers_of_{status or 'none'}": n for status, n in sorted(stats.statuses.items())},
         },
     )
+    if num_leaked or missing or stats.wrong or any(status >= 500 for status in stats.statuses):
+        sys.exit("sessions leaked, rewards lost, wrong answers or errors of the server: see above")
 
 
 if __name__ == "__main__":

@@ -114,7 +114,9 @@ def _json_calls(text: str) -> Iterator[ToolCall]:
         if (call := _call_of(text[position:end], "parameters")) is None:
             return
         calls.append(call)
-        position = end + len(text[end:]) - len(text[end:].lstrip("; \n"))
+        position = end
+        while text[position : position + 1] in {";", " ", "\n"}:
+            position += 1
     yield from calls
 
 
