@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,6 +27,7 @@ from dora.engine.backends.vllm import Vllm, VllmLora
 from dora.engine.interface import Capabilities
 from dora.engine.messages import ImportFinished
 from dora.engine.request import Completion, EngineError
+from dora.journal.reader import read_samples
 from dora.model.pretrained import save_pretrained
 from dora.model.weights import weight_digest
 from dora.testing import CONFIG, make_request, reference_logprobs, version_weights
@@ -85,9 +87,6 @@ def test_the_commands_of_the_page_train(line: str, tmp_path: Path, monkeypatch: 
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / NAME).symlink_to(Path(PYTHON).absolute().parent.parent)
     monkeypatch.chdir(tmp_path)
-    for other in PAGE:
-        if other.startswith("dora init-model"):
-            assert dora(*shlex.split(other)[1:]).code == 0
     few = ("--steps", "3", "--set", "eval.num_prompts=16", "--set", "runtime.start_timeout_s=600")
     ended = dora(*shlex.split(line)[1:], *few, "--out", "run", timeout_s=800)
     assert ended.code == 0, ended.err
@@ -95,6 +94,26 @@ def test_the_commands_of_the_page_train(line: str, tmp_path: Path, monkeypatch: 
     found = summary(tmp_path / "run")
     assert (found["steps"], found["c1"], found["c2"], found["c3"]) == (3, True, True, True)
     assert [evaluation["version"] for evaluation in found["evaluations"]] == [0, 3]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not Engine.capabilities.episodes, reason="it plays no episodes")
+def test_outside_agents_run_episodes_of_several_turns(tmp_path: Path) -> None:
+    """By the command of the page, with few steps. Every log-prob is that of the weights of its version."""
+    (line,) = [line for line in PAGE if line.startswith("dora serve")]
+    (tmp_path / NAME).symlink_to(Path(PYTHON).absolute().parent.parent)
+    few = ("--set", "run.steps=4", "--set", "runtime.start_timeout_s=600")
+    command = shlex.split(line.replace("examples/", f"{ROOT}/examples/"))[1:]
+    with subprocess.Popen([sys.executable, "-m", "dora", *command, *few], cwd=tmp_path) as serving:
+        run = tmp_path / "runs" / "agents"
+        while not (run / "service.json").exists() and serving.poll() is None:
+            time.sleep(0.1)
+        subprocess.run([sys.executable, ROOT / "examples" / "external_agent.py", run], check=True)
+        assert serving.wait() == 0
+    masks = [sample.loss_mask_length for sample in read_samples(run).values()]
+    assert any(mask is not None for mask in masks), "some episodes have observations"
+    audited = dora("audit", "--deep", "64", run)
+    assert audited.code == 0, audited.out
 
 
 @pytest.mark.timeout(300)

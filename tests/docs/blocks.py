@@ -101,8 +101,6 @@ def furnish(folder: Path) -> None:
         if block.title:
             (folder / block.title).write_text(block.text)
     assert dora("init-model", str(folder / "tiny"), "--tokenizer-from", str(folder / "train.jsonl")) == 0
-    game = (str(folder / "models" / "game"), "--tokenizer", str(folder / "examples" / "game" / "start"))
-    assert dora("init-model", *game) == 0
     (folder / "Qwen3-0.6B").symlink_to(
         "tiny"
     )  # configuration and tokenizer of a model that is not downloaded

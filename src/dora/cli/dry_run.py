@@ -118,7 +118,7 @@ def _problems(config: Config) -> dict[str, str]:
 def _call_rewards(setup: RunSetup) -> str:
     """Score an empty response to the first prompt with every reward task, in worker processes as in a run."""
     config, dataset = setup.config, setup.dataset
-    tasks = reward_tasks(config, setup.columns, setup.lacking_columns)
+    tasks = reward_tasks(config, setup.columns, setup.missing_columns)
     if not tasks:
         return "given by the environment"
     if not len(dataset) or any(task.is_external for task in tasks):

@@ -94,7 +94,7 @@ class Dataset:
         """The fields of the first row; None if there is no row."""
         return tuple(self.fields(0)) if len(self) else None
 
-    def lacking(self) -> dict[str, str]:
+    def missing_columns(self) -> dict[str, str]:
         """Column that some of several datasets have -> one that does not."""
         return {}
 
@@ -214,7 +214,7 @@ class MixedDataset(Dataset):
         first, *others = ((*(part.columns or ()), "source") for part in self.parts.values())
         return tuple(name for name in first if all(name in other for other in others))
 
-    def lacking(self) -> dict[str, str]:
+    def missing_columns(self) -> dict[str, str]:
         columns = dict.fromkeys(column for part in self.parts.values() for column in part.columns or ())
         return {
             column: f"{self.table}.{name} ({part.origin})"

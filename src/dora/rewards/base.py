@@ -23,7 +23,7 @@ from dora.errors import RewardError
 from dora.loading import load_attribute
 
 RewardFunction = Callable[..., Any]
-NOTHING: Mapping[str, str] = MappingProxyType({})
+NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 Prompt = str | Sequence[Mapping[str, str]]  # text, or the messages of a conversation
 
 
@@ -51,16 +51,16 @@ def load_reward(
     key: str = "reward.function",
     options: Mapping[str, Any] | None = None,
     columns: Sequence[str] | None = None,
-    lacking: Mapping[str, str] = NOTHING,
+    missing: Mapping[str, str] = NO_COLUMNS,
 ) -> RewardFunction:
     """Load "file.py:function" or "package.module:function", or make an instance of a class so named.
 
     `key` is the setting that has the name, `options` the arguments of a class, `columns` those of the dataset
-    if they are known. `lacking` has for other columns a dataset without it. Raises RewardError, also for a
+    if they are known. `missing` maps other columns to a dataset without it. Raises RewardError, also for a
     function that cannot be called with these columns.
     """
     function = _load(name, key, options)
-    check_signature(function, f"{key} = {name!r}", columns, lacking)
+    check_signature(function, f"{key} = {name!r}", columns, missing)
     return function
 
 
@@ -224,23 +224,23 @@ def check_signature(
     function: Callable[..., Any],
     source: str,
     columns: Sequence[str] | None,
-    lacking: Mapping[str, str] = NOTHING,
+    missing: Mapping[str, str] = NO_COLUMNS,
 ) -> None:
     """Raises RewardError if a call must fail, or if the return annotation is no reward.
 
-    `source` begins the message. `columns` are passed by name; None: not known yet. `lacking` has for other
-    columns a dataset without it. A builtin without a signature passes.
+    `source` begins the message. `columns` are passed by name; None: not known yet. `missing` maps other
+    columns to a dataset without it. A builtin without a signature passes.
     """
     signature = _signature(function)
     if signature is None:
         return
     declared = f"{reward_name(function)}{_without_types(signature)}"
     if _is_verl_signature(signature):
-        _check_verl_signature(signature, f"{source}: {declared}", columns, lacking)
+        _check_verl_signature(signature, f"{source}: {declared}", columns, missing)
         return
-    for column in (name for name in _required_columns(signature, _arguments(signature)) if name in lacking):
+    for column in (name for name in _required_columns(signature, _arguments(signature)) if name in missing):
         raise RewardError(
-            f"{source}: {declared} needs the column {column!r}, which {lacking[column]} lacks; add it there, "
+            f"{source}: {declared} needs the column {column!r}, which {missing[column]} lacks; add it there, "
             "or give the parameter a default"
         )
     is_batch, arguments = _is_batch_signature(signature), _arguments(signature)
@@ -265,7 +265,7 @@ def check_signature(
 
 
 def _check_verl_signature(
-    signature: inspect.Signature, declared: str, columns: Sequence[str] | None, lacking: Mapping[str, str]
+    signature: inspect.Signature, declared: str, columns: Sequence[str] | None, missing: Mapping[str, str]
 ) -> None:
     """Raises RewardError, which begins with `declared`, if a call as verl's must fail.
 
@@ -277,7 +277,7 @@ def _check_verl_signature(
         raise RewardError(
             f"{declared} cannot be called with {', '.join(VERL_ARGUMENTS)}: {error}; write it as\n{EXAMPLES}"
         ) from error
-    if columns is not None and {"reward_model", "ground_truth"}.isdisjoint((*columns, *lacking)):
+    if columns is not None and {"reward_model", "ground_truth"}.isdisjoint((*columns, *missing)):
         raise RewardError(
             f"{declared} needs the column reward_model with ground_truth in it, or ground_truth; the first "
             f"row has {', '.join(columns) or 'no column'}; add one of the two, or write it as\n{EXAMPLES}"

@@ -139,7 +139,7 @@ class ProcessExecutor:
             notice,
             self._launcher.host,
         )
-        tasks = reward_tasks(setup.config, setup.columns, setup.lacking_columns)
+        tasks = reward_tasks(setup.config, setup.columns, setup.missing_columns)
         self._stream = _make_stream(
             setup, self.stream_folder, tasks, self._launcher, self._supervisor, notice
         )

@@ -240,14 +240,14 @@ def _mixed(
 
 
 def _read(
-    given: DataSection | EvalSection | SourceSection | EvalSourceSection,
+    section: DataSection | EvalSection | SourceSection | EvalSourceSection,
     prompt_key: str,
     built_in: BuiltInTask,
 ) -> Dataset:
-    assert given.path is not None
-    if given.path == "gcd":
+    assert section.path is not None
+    if section.path == "gcd":
         return Dataset(built_in.rows(), "prompt", built_in.name)
-    return Dataset.from_path(Path(given.path), prompt_key, given.split, given.subset)
+    return Dataset.from_path(Path(section.path), prompt_key, section.split, section.subset)
 
 
 def _filtered(config: Config, dataset: Dataset, encoder: PromptEncoder) -> Dataset:
@@ -385,14 +385,14 @@ class RunSetup:
         return tuple(column for column in first if all(column in (other or ()) for other in others))
 
     @property
-    def lacking_columns(self) -> dict[str, str]:
+    def missing_columns(self) -> dict[str, str]:
         """Column that some datasets have -> one that does not."""
         found: dict[str, str] = {}
         for dataset in self.datasets:
             known = {column for other in self.datasets for column in other.columns or ()}
             found |= dict.fromkeys(known.difference(dataset.columns or known), dataset.origin)
         for dataset in reversed(self.datasets):
-            found |= dataset.lacking()
+            found |= dataset.missing_columns()
         return found
 
     def check_lengths(self, dataset: Dataset) -> None:

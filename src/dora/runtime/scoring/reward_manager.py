@@ -274,13 +274,13 @@ class RewardTask:
 
 
 def reward_tasks(
-    config: Config, columns: tuple[str, ...] | None = None, lacking: Mapping[str, str] | None = None
+    config: Config, columns: tuple[str, ...] | None = None, missing: Mapping[str, str] | None = None
 ) -> list[RewardTask]:
     """The task of the section [reward], and one for each [[reward_task]].
 
-    `columns` are those of all datasets, `lacking` as in `RewardSpec`.
+    `columns` are those of all datasets, `missing` as in `RewardSpec`.
     """
-    given = columns, lacking or {}
+    given = columns, missing or {}
     model, reward = Path(config.model.path), config.reward
     heartbeat_timeout_s = config.runtime.heartbeat_timeout_s
     tasks = []

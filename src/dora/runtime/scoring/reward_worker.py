@@ -24,7 +24,7 @@ class RewardSpec:
     """A reward function or class: the value `function` of the setting `key`, with `options` for a class.
 
     The tokenizer of the folder `model` decodes responses. `columns` are those of all datasets; None: unknown.
-    `lacking` has for each other column a dataset without it.
+    `missing` maps each other column to a dataset without it.
     """
 
     name: str  # of the reward task
@@ -33,7 +33,7 @@ class RewardSpec:
     model: Path
     options: Mapping[str, Any] = field(default_factory=dict)
     columns: tuple[str, ...] | None = None
-    lacking: Mapping[str, str] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
 
 
 def encode_prompt_row(prompt: Prompt, columns: Mapping[str, Any]) -> bytes:
@@ -53,7 +53,7 @@ class RewardWorker:
         Raises RewardError if the function cannot be loaded.
         """
         self._name, self._restart_timeout = spec.name, restart_timeout
-        self._function = load_reward(spec.function, spec.key, spec.options, spec.columns, spec.lacking)
+        self._function = load_reward(spec.function, spec.key, spec.options, spec.columns, spec.missing)
         self._decode = Tokenizer(spec.model).decode
 
     def process(self, batch: StreamBatch) -> list[float]:

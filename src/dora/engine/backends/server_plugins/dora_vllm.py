@@ -71,7 +71,7 @@ class WorkerExtension:
         return digest
 
     def dora_drop_version(self, version: str) -> None:
-        """No request of a version comes any more."""
+        """The version gets no more requests."""
         if (connector := _kv_connector()) is not None:
             connector.weight_digests.pop(version, None)
 
