@@ -49,6 +49,7 @@ class Service:
                     break
                 if status not in (429, 503):
                     return status, content
+                deadline_s = time.monotonic() + RETRY_TIMEOUT_S  # it responds: engines may still be starting
             except (OSError, http.client.HTTPException, ValueError):
                 self.close()
             time.sleep(RETRY_S)
