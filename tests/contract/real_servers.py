@@ -10,7 +10,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +18,7 @@ import psutil
 import pytest
 from tests.contract.lora import RANK, lora_weights
 from tests.docs.blocks import ROOT, commands
-from tests.runtime.running import dora, summary, wait_until_gone
+from tests.runtime.running import dora, summary, wait_until, wait_until_gone
 
 from dora.engine.backends.server_plugins.dora_kv_files import HEADER_BYTES
 from dora.engine.backends.sglang import Sglang
@@ -106,8 +105,7 @@ def test_outside_agents_run_episodes_of_several_turns(tmp_path: Path) -> None:
     command = shlex.split(line.replace("examples/", f"{ROOT}/examples/"))[1:]
     with subprocess.Popen([sys.executable, "-m", "dora", *command, *few], cwd=tmp_path) as serving:
         run = tmp_path / "runs" / "agents"
-        while not (run / "service.json").exists() and serving.poll() is None:
-            time.sleep(0.1)
+        wait_until(lambda: (run / "service.json").exists() or serving.poll() is not None)
         subprocess.run([sys.executable, ROOT / "examples" / "external_agent.py", run], check=True)
         assert serving.wait() == 0
     masks = [sample.loss_mask_length for sample in read_samples(run).values()]

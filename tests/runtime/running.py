@@ -136,6 +136,14 @@ def summary(out: Path) -> dict[str, Any]:
     return found
 
 
+def wait_until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+    """Poll until the condition holds."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "timed out"
+        time.sleep(0.02)
+
+
 def wait_until_gone(processes: list[psutil.Process], timeout_s: float = TIMEOUT_S) -> list[psutil.Process]:
     """Wait for the end of processes; those that still run after the time. Zombies have ended."""
     deadline_s = time.monotonic() + timeout_s

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from tests.runtime.running import wait_until
 from tests.runtime.tiny import MODEL, save_start
 
 from dora.core.types import GroupId, RequestId
@@ -206,10 +206,3 @@ def test_an_engine_sends_heartbeats_while_it_warms_up_or_a_load_blocks_it(tmp_pa
             assert isinstance(messages.get(timeout=WAIT_S)[1], reply)
     finally:
         worker.kill()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
