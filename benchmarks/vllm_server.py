@@ -115,6 +115,7 @@ def load_times(model: ModelConfig, num_loads: int, python: str, folder: Path) ->
             digest = store.publish(version, flat)
             began_s = time.perf_counter()
             loader.load(version)
+            loader.wait_for({version})
             (reply,) = loader.poll()
             times.append(time.perf_counter() - began_s)
             assert isinstance(reply, WeightsLoaded), reply
@@ -127,38 +128,48 @@ def load_times(model: ModelConfig, num_loads: int, python: str, folder: Path) ->
     return times
 
 
-def versions_rows(num_repeats: int, python: str) -> Iterator[Row]:
+def versions_rows(size: str, num_repeats: int, python: str) -> Iterator[Row]:
     """Tokens per second by slots and versions that generate, the servers' memory, and the last load."""
-    _, flat = load_pretrained(DEMO_MODEL)
-    for num_slots in (1, NUM_SLOTS):
-        engine = Vllm(
-            model=str(DEMO_MODEL),
-            max_rows=NUM_REQUESTS,
-            max_context=NUM_TOKENS + 16,
-            version_slots=num_slots,
-            device="cpu",
-            dtype="float32",
-            python=python,
-        )
-        try:
-            for version in range(num_slots):
-                engine.load(version, flat + version / 1000)
-            decode(engine, 1)
-            for num_versions in range(1, num_slots + 1):
-                rates = [decode(engine, num_versions) for _ in range(num_repeats)]
-                yield {
-                    "slots": num_slots,
-                    "versions": num_versions,
-                    "tokens_per_s": statistics.median(rates),
-                    "server_mb": sum(
-                        child.memory_full_info().uss for child in psutil.Process().children(recursive=True)
-                    )
-                    / 1e6,
-                }
-            if num_slots > 1:
-                yield {"slots": num_slots, "load_under_generation_s": load_under_generation_s(engine, flat)}
-        finally:
-            engine.close()
+    with tempfile.TemporaryDirectory() as folder:
+        path = DEMO_MODEL
+        if size != "demo":
+            path = Path(folder)
+            save_pretrained(path, MODELS[size], initial_weights(MODELS[size], seed=0))
+        for num_slots in (1, NUM_SLOTS):
+            for row in rows_of_slots(path, num_slots, num_repeats, python):
+                yield {"model": size, **row}
+
+
+def rows_of_slots(model: Path, num_slots: int, num_repeats: int, python: str) -> Iterator[Row]:
+    _, flat = load_pretrained(model)
+    engine = Vllm(
+        model=str(model),
+        max_rows=NUM_REQUESTS,
+        max_context=NUM_TOKENS + 16,
+        version_slots=num_slots,
+        device="cpu",
+        dtype="float32",
+        python=python,
+    )
+    try:
+        for version in range(num_slots):
+            engine.load(version, flat + version / 1000)
+        decode(engine, 1)
+        for num_versions in range(1, num_slots + 1):
+            rates = [decode(engine, num_versions) for _ in range(num_repeats)]
+            yield {
+                "slots": num_slots,
+                "versions": num_versions,
+                "tokens_per_s": statistics.median(rates),
+                "server_mb": sum(
+                    child.memory_full_info().uss for child in psutil.Process().children(recursive=True)
+                )
+                / 1e6,
+            }
+        if num_slots > 1:
+            yield {"slots": num_slots, "load_under_generation_s": load_under_generation_s(engine, flat)}
+    finally:
+        engine.close()
 
 
 def decode(engine: Vllm, num_versions: int) -> float:
@@ -196,9 +207,14 @@ def ratios_of(rows: Sequence[Row]) -> dict[str, float]:
     ratios = {}
     runs = [row for row in rows if "executor" in row]
     loads = [row for row in rows if "load_s" in row]
-    rates = {(row["slots"], row["versions"]): float(row["tokens_per_s"]) for row in rows if "versions" in row}
-    for (num_slots, num_versions), rate in rates.items():
-        ratios[f"tokens_per_s_{num_slots}_slots_{num_versions}_versions_over_vllm"] = rate / rates[1, 1]
+    rates = {
+        (row["model"], row["slots"], row["versions"]): float(row["tokens_per_s"])
+        for row in rows
+        if "versions" in row
+    }
+    for (model, num_slots, num_versions), rate in rates.items():
+        name = f"tokens_per_s_{model}_{num_slots}_slots_{num_versions}_versions_over_vllm"
+        ratios[name] = rate / rates[model, 1, 1]
     samples = {
         num_slots: statistics.median(
             float(row["samples_per_s"]) for row in rows if row.get("demo_slots") == num_slots
@@ -233,7 +249,8 @@ def main() -> None:
         sizes, num_loads = (("10M",), QUICK_LOADS) if options.quick else (tuple(MODELS), NUM_LOADS)
         rows += [load_row(size, num_loads, python) for size in sizes]
     if "versions" in parts:
-        rows += versions_rows(1 if options.quick else NUM_REPEATS, python)
+        for model in ("demo",) if options.quick else ("demo", "30M"):
+            rows += versions_rows(model, 1 if options.quick else NUM_REPEATS, python)
     num_steps, repeats = (QUICK_STEPS, 1) if options.quick else (NUM_STEPS, 2)
     for repeat in range(repeats):  # in turn, so that other load on the cores meets all
         if "executors" in parts:

@@ -89,6 +89,7 @@ class FakeVllmServer(ThreadingHTTPServer):
     weight_spans: report these weights for every answer.
     digests: report these digests of loaded weights.
     rejected_loads: reject this many loads.
+    holds_loads: load nothing while this fault is there.
     version: report this version of vLLM.
     replays: answer every request with the recorded answer of this name.
     event_interval_s: time between events.
@@ -216,6 +217,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             assert not server.num_streams, "weights change during an answer"
         server.loaded_files.append(path)
+        self._wait(lambda: not faults.get("holds_loads"))
         if faults.get("rejected_loads"):
             faults["rejected_loads"] -= 1
             return self._send_json(500, recorded_response("bad load"))

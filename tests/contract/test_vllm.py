@@ -34,7 +34,7 @@ from dora.errors import ConfigError, RunError
 from dora.model.config import ModelConfig
 from dora.model.pretrained import save_pretrained
 from dora.model.weights import WeightLayout, parameter_shapes, weight_digest
-from dora.runtime.process.messages import WeightsLoaded
+from dora.runtime.process.messages import LoadRejected, WeightsLoaded
 from dora.runtime.rollout.engine_worker import WeightLoader
 from dora.testing import CONFIG, make_request, reference_logprobs, version_weights
 from dora.testing.engine_contract import MAX_CONTEXT, MAX_ROWS, MigrationDriver
@@ -96,6 +96,7 @@ def test_the_server_reads_a_published_version_where_it_lies(make: Make, tmp_path
     digest = store.publish(3, version_weights(3))
     loader = WeightLoader(engine, store, Prefetcher(store, is_pinned=False))
     loader.load(3)
+    loader.wait_for({3})
     assert loader.poll() == [WeightsLoaded(3, digest, 0.0)]
     assert server.loaded_files == [str(store.path(3))]
     assert dict(engine.versions) == {3: digest}
@@ -106,7 +107,7 @@ def test_a_file_of_another_model_is_rejected(make: Make, tmp_path: Path) -> None
     store = WeightStore(tmp_path, shapes={"a": (3,)})
     store.publish(0, torch.zeros(3))
     with pytest.raises(EngineError, match="has 3 weights of 1 tensors in float32, which are not those of"):
-        engine.load_file(0, store.path(0))
+        engine.start_load(0, store.path(0))
     assert (server.loaded_files, dict(engine.versions)) == ([], {})
 
 
@@ -549,6 +550,31 @@ def test_a_version_is_loaded_in_parts_between_steps(make: Make, monkeypatch: pyt
     engine, server = make(version_slots=2, num_slots=2)
     assert engine.load(0, version_weights(0)) == weight_digest(version_weights(0))
     assert len(server.loaded_files) > 2
+
+
+def test_an_engine_works_while_its_server_loads_a_version(make: Make, tmp_path: Path) -> None:
+    """It completes and aborts requests; those of the new version wait for it, and a failed load is named."""
+    engine, server = make(version_slots=2, num_slots=2)
+    store = WeightStore(tmp_path, shapes=parameter_shapes(CONFIG))
+    for version in range(2):
+        store.publish(version, version_weights(version))
+    loader = WeightLoader(engine, store)
+    loader.load(0)
+    loader.wait_for({0})
+    server.faults |= {"holds_loads": True, "rejected_loads": 1}
+    loader.load(1)
+    engine.submit([make_request(0), make_request(1)])
+    assert engine.abort([make_request(1).id]) == {make_request(1).id: 0}
+    (answer,) = run(engine)
+    assert (answer.id, loader.is_busy, [*engine.versions]) == (make_request(0).id, True, [0])
+    del server.faults["holds_loads"]
+    loader.wait_for({1})
+    loader.load(1)
+    loader.wait_for({1})
+    first, failed, loaded = loader.poll()
+    assert isinstance(failed, LoadRejected)
+    assert [first, loaded] == [WeightsLoaded(v, weight_digest(version_weights(v))) for v in range(2)]
+    assert [*engine.versions] == [0, 1]
 
 
 def test_requests_near_their_deadline_are_named_to_the_server(make: Make) -> None:

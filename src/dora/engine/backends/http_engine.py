@@ -17,6 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -135,7 +136,8 @@ class HttpEngine(ABC):
         self._layout = WeightLayout(self._config)
         self._max_rows, self._max_context = max_rows, max_context
         self._digests: dict[int, str] = {}  # of the versions that the server holds
-        self._labels: dict[int, str] = {}  # and their names there
+        self._labels: dict[int, str] = {}  # and their names there, also of one that is being loaded
+        self._load_thread = ThreadPoolExecutor(1)
         self._waiting: deque[Request] = deque()
         self._running: dict[RequestId, ServerRequest] = {}
         self._open_streams: set[ServerRequest] = set()  # for which the server may still generate
@@ -214,9 +216,10 @@ class HttpEngine(ABC):
                 f"version {version} has {source.numel()} weights in {dtype}; the model has "
                 f"{self._layout.numel} in {self._dtype}"
             )
-        return self._load(version, lambda label: self._send_weights(label, source))
+        loading = self._start_load(version, lambda label: self._send_weights(label, source))
+        return self.activate(version, loading.result())
 
-    def load_file(self, version: int, path: Path) -> str:
+    def start_load(self, version: int, path: Path) -> Future[str]:
         """See `LoadsFiles`. Raises EngineError for a file of another model, and as `read_header` does."""
         header = read_header(path)
         if (header.shapes, header.dtype) != (self._layout.shapes, self._dtype):
@@ -225,19 +228,30 @@ class HttpEngine(ABC):
                 f"are not those of the model: {self._layout.numel} of {len(self._layout.shapes)} in "
                 f"{self._dtype}"
             )
-        return self._load(version, lambda label: self._send_file(label, path))
+        return self._start_load(version, lambda label: self._send_file(label, path))
 
-    def _load(self, version: int, send: Callable[[str], str]) -> str:
-        """Load a version with `send`, which gets its name at the server and returns its digest."""
+    def activate(self, version: int, digest: str) -> str:
+        """See `LoadsFiles`."""
+        self._digests[version] = digest
+        return digest
+
+    def _start_load(self, version: int, send: Callable[[str], str]) -> Future[str]:
+        """Load a version by `send`, which gets its name at the server and returns its digest.
+
+        A server with one version has no work meanwhile, and would not answer other calls: then return at the
+        end of the load.
+        """
         if version in self._digests or len(self._digests) >= self.num_slots:
             raise EngineError(
                 f"no free slot for version {version}: {[*self._digests]} are loaded and num_slots = "
                 f"{self.num_slots}; drop one"
             )
         self._wait_for_dropped_versions()
-        label = f"dora-{version}-{secrets.token_hex(8)}"
-        self._digests[version], self._labels[version] = send(label), label
-        return self._digests[version]
+        self._labels[version] = f"dora-{version}-{secrets.token_hex(8)}"
+        loading = self._load_thread.submit(send, self._labels[version])
+        if self.num_slots == 1:
+            loading.result()
+        return loading
 
     def _weights_label(self, version: int) -> str:
         """The server's name for the weights in the spans of this version's responses."""
@@ -310,6 +324,7 @@ class HttpEngine(ABC):
     def close(self) -> None:
         """Stop a server that was started here."""
         self.server.stop()
+        self._load_thread.shutdown()
 
     # SupportsEpisodes
 

@@ -23,6 +23,7 @@ import secrets
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -525,9 +526,9 @@ class VllmLora(Vllm):
         if super()._send_weights("dora-base", self._base) != weight_digest(self._base):
             raise EngineError(f"{self.server} has not loaded the weights of {model}")
 
-    def load_file(self, version: int, path: Path) -> str:
+    def start_load(self, version: int, path: Path) -> Future[str]:
         """An adapter is factored from the merged weights, so it is not in the file."""
-        return self.load(version, map_version(path)[1])
+        return self._start_load(version, lambda label: self._send_weights(label, map_version(path)[1]))
 
     def _drop_from_server(self, label: str) -> None:
         self.server.call_raw("/v1/unload_lora_adapter", {"lora_name": label})

@@ -244,9 +244,9 @@ def _new_outputs(engine: ContinuesOutputs) -> Iterator[list[OutputPart]]:
 
 
 class _PendingLoad(NamedTuple):
-    """A version whose bytes are in the engine and whose digest is being computed."""
+    """A version that the engine reads, or whose bytes it has and whose digest is being computed."""
 
-    engine: Engine
+    engine: Engine | LoadsFiles
     version: int
     digest: Future[str]
     stop_s: float  # how long decoding paused
@@ -256,7 +256,8 @@ class WeightLoader:
     """Loads and drops versions of one engine in the order of the driver's messages.
 
     With a `Prefetcher` a version is copied from host memory, so decoding pauses for one copy only. A thread
-    computes the digest of the engine's bytes, and the version takes requests once that is known.
+    computes the digest of the engine's bytes, and the version takes requests once that is known. An engine
+    that reads files does so in a thread, too.
     """
 
     def __init__(
@@ -317,11 +318,12 @@ class WeightLoader:
         return replies
 
     def _copy(self, version: int) -> str | _PendingLoad:
-        """The digest, if the load is finished at once, as without prefetching and for other backends."""
+        """The digest, if the load is finished at once."""
         from dora.engine.engine import Engine
 
         if isinstance(self._engine, LoadsFiles) and isinstance(self._store, WeightStore):
-            return self._engine.load_file(version, self._store.path(version))
+            reading = self._engine.start_load(version, self._store.path(version))
+            return _PendingLoad(self._engine, version, reading, stop_s=0.0)
         if self._prefetcher is None:
             return self._engine.load(version, self._store.fetch(version))
         source = self._prefetcher.fetch(version)
@@ -331,10 +333,14 @@ class WeightLoader:
         return _PendingLoad(self._engine, version, digest, stop_s=0.0)
 
     def _finish(self) -> None:
-        """Wait for the digest of the load in progress, and activate its version."""
+        """Wait for the end of the load in progress, and activate its version unless the load has failed."""
         if self._pending is None:
             return
         (engine, version, digest, stop_s), self._pending = self._pending, None
-        with self._heartbeats():
-            computed = digest.result()
+        try:
+            with self._heartbeats():
+                computed = digest.result()
+        except (EngineError, ModelError, OSError) as error:
+            self._replies.append(m.LoadRejected(version, str(error)))
+            return
         self._replies.append(m.WeightsLoaded(version, engine.activate(version, computed), stop_s))
