@@ -51,7 +51,7 @@ def executor_row(name: str, backend: str | None, num_steps: int, repeat: int, pe
     options = f'python = "{peers.python("vllm")}"'
     if backend is not None:
         options += f', arguments = ["--distributed-executor-backend", "{backend}"]'
-    changes = [change for change in on_vllm(peers) if not change.startswith("engine.options")]
+    changes = [change for change in on_vllm(peers, 1) if not change.startswith("engine.options")]
     return {
         "executor": name,
         "repeat": repeat,
@@ -60,8 +60,11 @@ def executor_row(name: str, backend: str | None, num_steps: int, repeat: int, pe
 
 
 def slots_row(num_slots: int, num_steps: int, repeat: int, peers: Peers) -> Row:
-    changes = (*on_vllm(peers), f"engine.version_slots={num_slots}")
-    return {"demo_slots": num_slots, "repeat": repeat, **demo_row(changes, num_steps)}
+    return {
+        "demo_slots": num_slots,
+        "repeat": repeat,
+        **demo_row(on_vllm(peers, num_slots), num_steps),
+    }
 
 
 def demo_row(changes: Sequence[str], num_steps: int) -> Row:

@@ -179,7 +179,7 @@ class Handler(BaseHTTPRequestHandler):
                 info |= {"kv_layout": KV_LAYOUT} if "kv" in self.server.faults else {}
                 self._send_json(200, {"results": [info | {"version_slots": self.server.version_slots}]})
             case "/dora/decode_only":
-                self.server.decode_only.append(body["request_ids"])
+                self.server.decode_only += body["arguments"]
                 self._send_json(200, {})
             case "/collective_rpc":
                 self._send_json(200, recorded_response(body["method"]))

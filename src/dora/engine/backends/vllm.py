@@ -46,7 +46,12 @@ from dora.engine.backends.server import (
     start_server,
 )
 from dora.engine.backends.server_plugins.dora_digest import safetensors_digest
-from dora.engine.backends.server_plugins.dora_vllm import DECODE_ONLY_PATH, TOKEN_VARIABLE
+from dora.engine.backends.server_plugins.dora_vllm import (
+    CONTINUE_PATH,
+    DECODE_ONLY_PATH,
+    KEEP,
+    TOKEN_VARIABLE,
+)
 from dora.engine.interface import Capabilities
 from dora.engine.request import EngineError
 from dora.errors import ConfigError
@@ -109,6 +114,7 @@ class Vllm(HttpEngine):
         max_versions=None,
         decode_only=2,
         episodes=True,
+        inflight_update=True,
         stop_strings=True,
         pauses=True,
         migrates_without_kv=True,
@@ -150,6 +156,7 @@ class Vllm(HttpEngine):
         weight_transfer: str = "reload",
         sender_device: str | None = None,
         pool: Path | None = None,
+        inflight_update: str | None = None,
     ) -> None:
         """Start a server with the interpreter `python` and additional `arguments`, or use the one at `url`.
 
@@ -186,7 +193,9 @@ class Vllm(HttpEngine):
             server.call("/abort_requests", {})  # requests of other clients
             server.call("/resume", {})
         sizes_of = {"max_rows": max_rows, "max_context": max_context}
-        super().__init__(server, model=model, dtype=dtype, silence_s=silence_s, **sizes_of)
+        super().__init__(
+            server, model=model, dtype=dtype, silence_s=silence_s, inflight_update=inflight_update, **sizes_of
+        )
         if url is not None:
             self._call_workers("dora_drop_all_versions")
         infos = self._call_workers("dora_info")
@@ -264,7 +273,10 @@ class Vllm(HttpEngine):
 
     def _send_decode_only(self) -> None:
         running = [running for id, running in self._running.items() if id in self._prioritized]
-        self.server.call(DECODE_ONLY_PATH, {"request_ids": [*map(_id_at_server, running)]})
+        self.server.call(DECODE_ONLY_PATH, {"arguments": [[*map(_id_at_server, running)]]})
+
+    def _keep_kv(self, version: int) -> None:
+        self.server.call(CONTINUE_PATH, {"arguments": [self._labels[version]]})
 
     def _start_stream(
         self, previous: ServerRequest, kv_folder: Path | None = None, num_observed: int = 0
@@ -279,10 +291,12 @@ class Vllm(HttpEngine):
             kv_params["dora_export"] = str(self._kv.folder_of(running.server_id))
         if running.kv_folder is not None:
             kv_params["dora_import"] = str(running.kv_folder)
+        keeps_version = self._inflight_update == "inflight" and running.request.id.is_held_out
+        salt = self._labels[running.request.version] + (KEEP if keeps_version else "")
         return "/inference/v1/generate", {
             "request_id": running.server_id,
             "token_ids": running.prompt_ids,
-            "cache_salt": self._labels[running.request.version],  # KV of one version never serves another
+            "cache_salt": salt,  # KV of one version never serves another
             "stream": True,
             "stream_options": {"include_usage": True},
             **({"kv_transfer_params": kv_params} if kv_params else {}),
@@ -474,7 +488,12 @@ class VllmLora(Vllm):
     """A vLLM server of the initial model with several versions, each a LoRA adapter."""
 
     capabilities = replace(
-        Vllm.capabilities, decode_only=0, versions_are_lora=True, kv_transfer=False, dtypes=("float32",)
+        Vllm.capabilities,
+        decode_only=0,
+        versions_are_lora=True,
+        inflight_update=False,
+        kv_transfer=False,
+        dtypes=("float32",),
     )
 
     @classmethod
