@@ -117,6 +117,16 @@ def test_prioritized_requests_run_alone_unless_none_of_them_can(scheduler: Any) 
     assert [scheduler.schedule().names for _ in range(4)] == [[], ["a2"], [], ["a2"]]
 
 
+def test_requests_continue_with_the_newest_version_except_those_that_keep_theirs(scheduler: Any) -> None:
+    """So do requests that arrive later, for a version that is dropped meanwhile."""
+    add(scheduler, Waiting("a1", "a"), Waiting("a2", "a#keep"))
+    assert [scheduler.schedule().names for _ in range(2)] == [["a1", "a2"]] * 2
+    scheduler.newest_version = "b"
+    add(scheduler, Waiting("a3", "a"))
+    steps = [scheduler.schedule() for _ in range(2)]
+    assert {step.dora_version: step.names for step in steps} == {"a": ["a2"], "b": ["a1", "a3"]}
+
+
 def test_weights_of_another_version_end_the_server(scheduler: Any) -> None:
     add(scheduler, Waiting("a1", "a"))
     step = scheduler.schedule()
