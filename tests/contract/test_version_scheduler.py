@@ -81,7 +81,10 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setitem(sys.modules, module, stand_in)
     monkeypatch.syspath_prepend(PLUGINS)
     before = {*sys.modules}
-    yield importlib.import_module("dora_vllm_versions").VersionScheduler()
+    module = importlib.import_module("dora_vllm_versions")
+    tested = module.VersionScheduler()
+    tested._turns = module.VersionTurns(turn_steps=1)
+    yield tested
     for name in {*sys.modules} - before:
         if name.startswith("dora_"):
             del sys.modules[name]

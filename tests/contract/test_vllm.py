@@ -662,13 +662,15 @@ def test_a_weight_transfer_of_vllm_has_one_version(tmp_path: Path) -> None:
         engine_at(None, tmp_path / "model", **options)
 
 
-def test_a_version_waits_for_at_most_one_step_of_each_other() -> None:
-    """Versions come, go and come back; with nothing to do there is no version."""
-    turns = VersionTurns()
-    assert [turns.next({"a", "b", "c"}) for _ in range(6)] == ["a", "b", "c", "a", "b", "c"]
-    assert [turns.next({"b", "c"}) for _ in range(3)] == ["b", "c", "b"]
-    assert turns.next({"a", "b", "c", "d"}) in "ad", "one that has just come"
-    assert turns.next(set()) == ""
+def test_a_version_waits_for_at_most_one_turn_of_each_other() -> None:
+    """Turns are as long as a version has requests. Versions come, go and come back."""
+    turns = VersionTurns(turn_steps=4)
+    requests = {"a": 8, "b": 2, "c": 1}
+    assert "".join(turns.next(requests) for _ in range(12)) == "aaaabcaaaabc"
+    assert "".join(turns.next({"b": 2, "c": 2}) for _ in range(9)) == "bbbbccccb"
+    turns.end()
+    assert "".join(turns.next({"b": 2, "c": 2, "d": 2}) for _ in range(9)) == "ddddccccb"
+    assert turns.next({}) == ""
 
 
 # parts

@@ -12,6 +12,7 @@ step, the scheduler compares, and the response lists it (`weight_versions`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -186,11 +187,13 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         chosen, prioritized = unfinished, [request for request in unfinished if self._is_prioritized(request)]
         if prioritized and self._may_prioritize:
             chosen = prioritized + [request for request in unfinished if _is_halting(request)]
-        version = self._turns.next({_version_of(request) for request in chosen})
+        version = self._turns.next(Counter(map(_version_of, chosen)))
         in_step = {request.request_id for request in chosen if _version_of(request) == version}
         with self._set_aside(lambda request: request.request_id not in in_step):
             output = super().schedule(throttle_prefills)
         output.dora_version = version
+        if not output.total_num_scheduled_tokens:
+            self._turns.end()
         # The others have all rows or all KV blocks: let them run for a step.
         self._may_prioritize = chosen is unfinished or output.total_num_scheduled_tokens > 0
         return output
