@@ -304,7 +304,7 @@ class DecodingPaused:
 
 @dataclass(frozen=True)
 class OutputsReported:
-    """New tokens of unfinished requests, once a second."""
+    """New tokens of unfinished requests, once a second, and of an episode at the end of each turn."""
 
     parts: list[OutputPart]
 

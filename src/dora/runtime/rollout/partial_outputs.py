@@ -58,6 +58,13 @@ class PartialOutputs:
             self.close()
             self._rewrite()
 
+    def add_observation(self, request: RequestId, start: int, token_ids: Sequence[int]) -> None:
+        """Keep the observation tokens after the first `start` tokens of an output, if these are kept."""
+        if (kept := self._parts.get(request)) is not None:
+            logprobs = np.full((len(token_ids), NUM_LOGPROBS), np.nan, np.float32)
+            tokens = np.array(token_ids, np.int32)
+            self.add([kept._replace(start=start, token_ids=tokens, logprobs=logprobs)])
+
     def forget(self, request: RequestId) -> None:
         """Drop a request that has finished, failed or was aborted."""
         self._parts.pop(request, None)
