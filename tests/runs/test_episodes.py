@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 from tests.runs.conftest import StartRun
-from tests.runtime.running import Run, dora, journal, summary
+from tests.runtime.running import Run, dora, journal, summary, wait_until_gone
 from tests.runtime.tiny import write_task
 
 ECHO = """
@@ -31,6 +31,12 @@ class Echo(Environment):
         log("step")
         self.num_steps += 1
         return Step("77:", action.count("7") + len(action) / 100, self.num_steps == 3)
+
+    def snapshot(self):
+        return bytes([self.num_steps])
+
+    def restore(self, state):
+        (self.num_steps,) = state
 """
 
 
@@ -72,6 +78,29 @@ def test_episodes_of_a_lost_engine_continue_and_repeat_no_step(start_run: StartR
     audit = dora("audit", run.out)
     assert audit.code == 0, audit
     assert f"engines were lost 1 time: {s['kept_tokens']} token" in audit.out
+    undisturbed = Run(config, tmp_path / "undisturbed", **TURNS)  # type: ignore[arg-type]
+    assert undisturbed.end().code == 0
+    assert token_ids(run.out) == token_ids(undisturbed.out)
+
+
+def test_episodes_continue_in_a_resumed_run(start_run: StartRun, tmp_path: Path) -> None:
+    """After SIGKILL of everything, steps that the driver had a reply to are not repeated."""
+    config = write_echo(tmp_path)
+    run = start_run(config, engine__min_step_time="100ms", **TURNS)
+    run.wait_until(lambda: calls(tmp_path)["step"] >= 5, "five steps of environments")
+    workers = run.workers()
+    run.kill_all()
+    assert wait_until_gone(workers) == []
+    num_steps = calls(tmp_path)["step"]
+    resumed = Run(None, run.out)
+    assert resumed.end().code == 0, resumed.end()
+    assert calls(tmp_path)["reset"] == 4
+    assert 12 <= calls(tmp_path)["step"] <= 12 + 4 < 12 + num_steps
+    (event,) = (line for line in journal(run.out) if line["kind"] == "resumed")
+    assert sum(num_tokens for _, num_tokens in event["kept_tokens"]) > 0
+    audit = dora("audit", run.out)
+    assert audit.code == 0, audit
+    assert "0 requests restarted from the prompt" in audit.out
     undisturbed = Run(config, tmp_path / "undisturbed", **TURNS)  # type: ignore[arg-type]
     assert undisturbed.end().code == 0
     assert token_ids(run.out) == token_ids(undisturbed.out)

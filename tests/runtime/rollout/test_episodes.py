@@ -43,6 +43,7 @@ from dora.runtime.rollout.episodes import (
     EpisodeStarted,
     PolicyTurn,
 )
+from dora.runtime.rollout.partial_outputs import FILE_NAME, PartialOutputs, SavedEpisode
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
 from dora.stream.sample_db import SampleStore
@@ -61,11 +62,13 @@ class Runner:
         self.started: dict[RequestId, EpisodeId] = {}
         self.released: list[EpisodeId] = []
         self.turns: list[PolicyTurn] = []
+        self.restored: list[SavedEpisode | None] = []
         self.version = 7
 
-    def start(self, episode: EpisodeId, version: int) -> None:
+    def start(self, episode: EpisodeId, version: int, saved: SavedEpisode | None = None) -> None:
         assert version == self.version
         self.started[episode.request] = episode
+        self.restored.append(saved)
 
     def on_turn(self, turn: PolicyTurn) -> None:
         self.turns.append(turn)
@@ -113,16 +116,19 @@ class Driver:
         self.samples = SampleStore(folder / "samples.sqlite")
         self.sample_book = SampleBook(self.setup, self.samples)
         self.events: deque[Event] = deque()
-        self.engines, self.runner, self.now_s = Engines(), Runner(), 0.0
+        self.engines, self.runner, self.clock = Engines(), Runner(), DriverClock(lambda: 0.0)
+        self.episodes = self._make_episodes()
+
+    def _make_episodes(self) -> Episodes:
         engine_pool = cast(EnginePool, self.engines)
-        self.episodes = Episodes(
-            self.setup,
-            self.runner,
-            engine_pool,
-            self.events,
-            self.sample_book,
-            DriverClock(lambda: self.now_s),
-        )
+        return Episodes(self.setup, self.runner, engine_pool, self.events, self.sample_book, self.clock)
+
+    def resume(self) -> None:
+        """Replace the driver by one that has only read the files."""
+        self.engines.sent.clear()
+        outputs = self.sample_book.partial_outputs = PartialOutputs(self.setup.out / FILE_NAME)
+        outputs.read([FIRST, SECOND], are_episodes=True)
+        self.episodes = self._make_episodes()
 
     def start(self, *requests: RequestId, engine: int = 0) -> None:
         """Start episodes, and give them a prompt."""
@@ -261,7 +267,7 @@ def test_an_episode_of_a_lost_engine_continues_after_its_last_turn(
     driver.start(FIRST)
     driver.report(FIRST, 0, [5, 6])
     episode = driver.generate_turn(num_left=MAX_TOKENS - 2)
-    replies = {
+    replies: dict[str, EpisodeReply] = {
         "observation": EpisodeObservation(episode, 0, (4, 4)),
         "end": EpisodeEnded(episode, 0, 0.5),
         "branch": EpisodeBranched(episode, 0, (1, 3), num_new=1, parent=1),
@@ -316,10 +322,37 @@ def test_an_episode_without_a_finished_turn_keeps_its_prompt(driver: Driver) -> 
     assert driver.runner.released == []
 
 
+@pytest.mark.parametrize("digest", ["digest", "of other weights"])
+def test_a_saved_episode_continues_in_a_resumed_run(driver: Driver, digest: str) -> None:
+    driver.episodes.generate(Generate(0, 7, (FIRST, SECOND)))
+    driver.reply(EpisodeStarted(driver.runner.started[FIRST], (1, 2), state=b"at the start"))
+    driver.reply(EpisodeStarted(driver.runner.started[SECOND], (1, 2)))
+    driver.report(FIRST, 0, [5, 6])
+    episode = driver.generate_turn(num_left=MAX_TOKENS - 2)
+    driver.reply(EpisodeObservation(episode, 0, (4,), b"after a turn"))
+    driver.report(FIRST, 3, [7, 8])
+    driver.report(SECOND, 0, [5, 6])
+    kept = driver.sample_book.partial_outputs
+    driver.resume()
+    driver.engines.digests[7] = digest
+    driver.episodes.generate(Generate(1, 7, (FIRST, SECOND)))
+    is_kept = digest == "digest"
+    saved = SavedEpisode((1, 2), 1, 3, b"after a turn")
+    assert kept.saved(FIRST) == saved
+    assert driver.runner.restored[2:] == [saved if is_kept else None, None]
+    driver.reply(EpisodeStarted(driver.runner.started[FIRST], (1, 2)))
+    ((engine, submitted),) = driver.engines.sent
+    assert isinstance(submitted, m.SubmitRequests)
+    found = [output.token_ids.tolist() for output in submitted.outputs.values()]
+    assert (engine, found) == (1, [[5, 6, 4, 7]] if is_kept else [])
+    driver.generate_turn(num_left=MAX_TOKENS - 5, engine=1)
+    assert [turn.number for turn in driver.runner.turns] == [0, 1 if is_kept else 0]
+
+
 def test_a_branch_continues_after_the_loss_of_its_engine(driver: Driver) -> None:
     driver.start(FIRST)
     driver.report(FIRST, 0, [5, 6])
-    episode = driver.generate_turn(num_left=10)
+    episode = driver.generate_turn(num_left=MAX_TOKENS - 2)
     driver.reply(EpisodeBranched(episode, 0, (1, 2, 5, 3), num_new=1, parent=3))
     first = completion_of(FIRST, [5, 6], [-1.0, -2.0], (Chunk(7, "digest", 2),))
     driver.engines.is_moving = True
@@ -338,11 +371,10 @@ def test_an_episode_without_an_engine_ends_its_session_after_a_while(driver: Dri
     driver.start(FIRST)
     episode = driver.runner.started[FIRST]
     driver.lose_engine()
-    for _ in range(59):
-        driver.now_s += 1.0
-        driver.episodes.check_deadlines()
+    driver.clock._ran_s += 59.0
+    driver.episodes.check_deadlines()
     assert driver.runner.released == []
-    driver.now_s += 1.5
+    driver.clock._ran_s += 1.5
     driver.episodes.check_deadlines()
     assert driver.runner.released == [episode]
     driver.start(FIRST, engine=1)

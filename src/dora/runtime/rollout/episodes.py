@@ -40,6 +40,7 @@ from dora.errors import RunError
 from dora.runtime.process import messages as m
 from dora.runtime.process.supervisor import DriverClock
 from dora.runtime.rollout.engine_pool import EnginePool
+from dora.runtime.rollout.partial_outputs import SavedEpisode
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
 
@@ -80,20 +81,28 @@ class PolicyTurn:
 
 @dataclass(frozen=True)
 class EpisodeStarted:
-    """The episode starts with this prompt; `max_turn_tokens` may limit its turns further."""
+    """The episode starts with this prompt; `max_turn_tokens` may limit its turns further.
+
+    `state` is for `EpisodeRunner.start` of a resumed run; empty: the episode cannot be restored.
+    """
 
     episode: EpisodeId
     prompt_ids: tuple[int, ...]
     max_turn_tokens: int | None = None
+    state: bytes = b""
 
 
 @dataclass(frozen=True)
 class EpisodeObservation:
-    """The observation after turn `turn`, at least one token; the model continues after it."""
+    """The observation after turn `turn`, at least one token; the model continues after it.
+
+    `state` as in `EpisodeStarted`.
+    """
 
     episode: EpisodeId
     turn: int
     token_ids: tuple[int, ...]
+    state: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -137,8 +146,8 @@ class EpisodeRunner(Protocol):
     It puts its replies into the driver's messages as `(None, reply)`, from any thread.
     """
 
-    def start(self, episode: EpisodeId, version: int) -> None:
-        """Start an episode; the reply is `EpisodeStarted` or `EpisodeFailed`."""
+    def start(self, episode: EpisodeId, version: int, saved: SavedEpisode | None = None) -> None:
+        """Start an episode, or restore a saved one; the reply is `EpisodeStarted` or `EpisodeFailed`."""
 
     def on_turn(self, turn: PolicyTurn) -> None:
         """Handle a turn; the reply is `EpisodeObservation`, `EpisodeEnded` or `EpisodeFailed`."""
@@ -210,20 +219,15 @@ class Episodes:
         """Start requests from their prompts, or continue them after the loss of their engine."""
         if self.runner is None:
             requests = self._setup.requests(action.requests, action.version)
-            outputs = self._partial_outputs.of(requests)
+            outputs = self._partial_outputs.of(action.requests)
             self._engine_pool.send(action.engine, m.SubmitRequests(requests, outputs))
             return
         for request in action.requests:
             known = self._episodes.get(request)
             if known is not None and self._can_continue(known, action):
                 self._continue(known, action.engine)
-                continue
-            self._release(request)  # an earlier attempt
-            self._sample_book.episode_rewards.pop(request, None)
-            self._sample_book.failed_episodes.discard(request)
-            episode = EpisodeId(request, next(self._attempts))
-            self._episodes[request] = _Episode(episode, action.version, action.engine)
-            self.runner.start(episode, action.version)
+            else:
+                self._start(request, action, self.runner)
 
     def abort(self, action: Abort) -> None:
         """Abort requests whose groups have failed. Those without a prompt are on no engine and end at once.
@@ -322,21 +326,37 @@ class Episodes:
         if self.runner is not None:
             self.runner.close()
 
+    def _start(self, request: RequestId, action: Generate, runner: EpisodeRunner) -> None:
+        """Start another attempt at an episode; after a resume it continues if it was saved."""
+        episode = _Episode(EpisodeId(request, next(self._attempts)), action.version, action.engine)
+        saved = None if request in self._episodes else self._partial_outputs.saved(request)
+        if saved is not None:
+            episode.num_turns, episode.num_tokens = saved.num_turns, saved.num_tokens
+        if saved is None or not self._can_continue(episode, action):
+            self._release(request)  # an earlier attempt
+            saved, episode.num_turns, episode.num_tokens = None, 0, 0
+        self._sample_book.episode_rewards.pop(request, None)
+        self._sample_book.failed_episodes.discard(request)
+        self._episodes[request] = episode
+        runner.start(episode.id, action.version, saved)
+
     def _on_reply(self, episode: _Episode, reply: EpisodeReply) -> None:
         """A reply that the episode does not await is ignored, except for a failure."""
         request, is_awaited = episode.id.request, episode.is_awaiting_reply
         match reply:
-            case EpisodeFailed(_, reason) if is_awaited:
+            case EpisodeFailed(_, reason) if is_awaited or episode.lost_at_s is not None:
                 self._fail(episode, reason)
             case EpisodeFailed(_, reason):
                 episode.failure = reason
             case EpisodeStarted(_, prompt_ids, max_turn_tokens) if is_awaited and episode.request is None:
                 episode.max_turn_tokens = max_turn_tokens
                 episode.request = self._make_request(episode, prompt_ids, max_turn_tokens)
-                self._send(episode, m.SubmitRequests([episode.request]))
+                self._save(episode, reply.state)
+                self._send(episode, m.SubmitRequests([episode.request], self._output_of(request)))
             case EpisodeObservation(_, turn, token_ids) if is_awaited and turn == episode.num_turns - 1:
                 self._partial_outputs.add_observation(request, episode.num_tokens, token_ids)
                 episode.num_tokens += len(token_ids)
+                self._save(episode, reply.state)
                 self._send(episode, m.ContinueEpisode(request, token_ids))
             case EpisodeBranched(_, turn) if is_awaited and turn == episode.num_turns - 1:
                 episode.branch, episode.is_ending = reply, True
@@ -356,9 +376,9 @@ class Episodes:
         """Whether the engine can continue an episode that the orchestrator requests again: without finished
         turns, or with these from the weights of the same version.
         """
-        output = self._output_of(episode)
         if episode.version != action.version or not episode.num_tokens:
             return episode.version == action.version
+        output = self._output_of(episode.id.request).get(episode.id.request)
         weights = (action.version, self._engine_pool.digests.get(action.version))
         return (
             output is not None
@@ -373,16 +393,21 @@ class Episodes:
         if episode.request is None:  # its prompt is not known yet, or it continues with a branch
             self._submit_branch(episode)
             return
-        output = self._output_of(episode)
-        outputs = {} if output is None else {episode.id.request: output}
-        self._engine_pool.send(engine, m.SubmitRequests([episode.request], outputs))
+        request = episode.id.request
+        self._engine_pool.send(engine, m.SubmitRequests([episode.request], self._output_of(request)))
         if episode.is_ending:
-            self._engine_pool.send(engine, m.EndEpisode(episode.id.request))
+            self._engine_pool.send(engine, m.EndEpisode(request))
 
-    def _output_of(self, episode: _Episode) -> PartialOutput | None:
-        """What is kept of its current request."""
-        request = episode.request
-        return None if request is None else self._partial_outputs.of([request]).get(request.id)
+    def _output_of(self, request: RequestId) -> dict[RequestId, PartialOutput]:
+        """What is kept of the output of a request, by its id."""
+        return self._partial_outputs.of([request])
+
+    def _save(self, episode: _Episode, state: bytes) -> None:
+        """Keep an episode for a resume of the run, if its environment can be restored."""
+        if state and episode.request is not None:
+            prompt_ids = episode.request.prompt_ids
+            saved = SavedEpisode(prompt_ids, episode.num_turns, episode.num_tokens, state)
+            self._partial_outputs.save(episode.id.request, saved)
 
     def _overdue(self) -> list[RequestId]:
         """Episodes without an engine for as long as a session without a request may last.
@@ -420,6 +445,7 @@ class Episodes:
         episode.num_turns, episode.num_left = episode.num_turns + 1, finished.num_left
         if episode.request is not None:
             episode.num_tokens = episode.request.sampling.max_tokens - finished.num_left
+            self._sample_book.progress.setdefault(engine, {})[finished.request_id] = episode.num_tokens
         if episode.failure:
             self._fail(episode, episode.failure)
         elif self.runner is not None:
