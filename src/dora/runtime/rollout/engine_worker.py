@@ -53,7 +53,9 @@ def run_engine(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.EngineSpec) -> 
     outbox.send(_ready_message(engine, spec))
     at_start = _usage(engine)
     reports = _reports(engine, at_start)
-    outputs = _OutputReporter(engine) if isinstance(engine, ContinuesOutputs) else None
+    outputs = None
+    if isinstance(engine, ContinuesOutputs) and spec.output_interval_s:
+        outputs = _OutputReporter(engine, spec.output_interval_s)
     poll_wait_s = MIN_POLL_WAIT_S
     while True:
         is_polling = loader.is_busy or (migrating is not None and migrating.num_migrations > 0)
@@ -83,8 +85,8 @@ def run_engine(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.EngineSpec) -> 
             outbox.send(m.OutputsReported(parts), m.TurnsCompleted(turns))
         if (report := next(reports)) is not None:
             outbox.send(report)
-            if outputs and (parts := outputs.new_parts()):
-                outbox.send(m.OutputsReported(parts))
+        if outputs and (parts := outputs.due_parts()):
+            outbox.send(m.OutputsReported(parts))
 
 
 def build_engine(spec: m.EngineSpec) -> InferenceEngine:
@@ -234,14 +236,21 @@ def _reports(engine: InferenceEngine, at_start: EngineUsage) -> Iterator[m.Engin
 class _OutputReporter:
     """Finds the tokens of unfinished outputs that the driver does not have yet."""
 
-    def __init__(self, engine: ContinuesOutputs) -> None:
-        self._engine = engine
+    def __init__(self, engine: ContinuesOutputs, interval_s: float) -> None:
+        self._engine, self._interval_s, self._next_s = engine, interval_s, 0.0
         self._num_reported: dict[RequestId, int] = {}
 
     def forget(self, requests: Iterable[RequestId]) -> None:
         """Report the outputs of these requests from their first token again."""
         for request in requests:
             self._num_reported.pop(request, None)
+
+    def due_parts(self) -> list[OutputPart]:
+        """The new tokens of all requests once per interval, else none."""
+        if time.monotonic() < self._next_s:
+            return []
+        self._next_s = time.monotonic() + self._interval_s
+        return self.new_parts()
 
     def new_parts(self, ids: Collection[RequestId] | None = None) -> list[OutputPart]:
         """The new tokens of each of these requests; None: of all. All are of one version's weights."""
