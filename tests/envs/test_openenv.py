@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.envs.countdown import run_ready_tasks
 
 from dora.envs.base import Step
 from dora.envs.openenv import OpenEnvEnvironment
@@ -57,7 +58,7 @@ def test_a_session_is_an_episode() -> None:
         assert await environment.step("one") == Step("", 0.0, True)
         assert client.seed == 1
         environment.close()
-        await asyncio.sleep(0)
+        await run_ready_tasks()
         assert client.is_closed
 
     asyncio.run(run())

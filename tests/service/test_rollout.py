@@ -153,11 +153,10 @@ def test_the_row_of_the_dataset_is_in_the_environment(run: FakeRun) -> None:
 
 
 DOCKER = """#!/bin/sh
-echo "$@" >> "$(dirname "$0")/calls"
-[ "$1" = run ] || exit 0
-while [ "$1" != image:1 ]; do shift; done
-shift
-exec "$@"
+options=""
+while [ $# -gt 0 ] && [ "$1" != image:1 ]; do options="$options$1 "; shift; done
+echo "$options" >> "$(dirname "$0")/calls"
+[ $# -eq 0 ] || { shift; exec "$@"; }
 """
 
 
@@ -172,10 +171,9 @@ def test_a_container_is_started_for_each_command_and_removed(
     monkeypatch.setenv("PATH", f"{docker.parent}:{os.environ['PATH']}")
     ends, model = roll_out(run, AGENT + "print(0.5)", 1, image="image:1")
     assert (ends, rewards(model)) == (Counter(rewarded=1), [0.5])
-    started, removed = (docker.parent / "calls").read_text().split("\n", 1)
+    started, removed = (docker.parent / "calls").read_text().splitlines()
     assert started.startswith("run --rm --init --name dora-")
-    name = started.split()[4]
-    assert removed == f"rm --force {name}\n"
+    assert removed.split() == ["rm", "--force", started.split()[4]]
     assert "--network host --env OPENAI_BASE_URL --env OPENAI_API_KEY" in started
     assert "DORA_REWARD_FILE" not in started
     assert Address.of_run(run.setup.out).token not in started
