@@ -130,7 +130,6 @@ def test_any_command_runs_the_episodes_of_a_run_whose_engine_is_killed(start_run
     rollout.join()
     assert (rolled_out[0].code, rolled_out[0].err) == (0, "")
     assert "rewarded" in rolled_out[0].out
-    assert "its engine was lost" not in rolled_out[0].out, "sessions go on"
     found = summary(run.out)
     assert (found["c1"], found["c2"], found["c3"], found["engine_failures"]) == (True, True, True, 1)
     assert dora("audit", run.out).code == 0
