@@ -31,6 +31,8 @@ OVERRIDES = {
     "engine.backend": "transformers",
     "orchestrator.placement": "static",
     "data.max_prompt_length": "24",
+    "sampling.max_response_length": "8",
+    "engine.num_engines": "1",
 }
 
 
@@ -75,7 +77,7 @@ def test_a_model_that_reads_images_is_trained_and_audited(tmp_path: Path, start_
     }
     stored = {int(path.stem, 16) for path in (run.out / "images").glob("*.npy")}
     assert images <= stored
-    assert images
+    assert len(images) > 1
     saved = AutoModelForImageTextToText.from_pretrained(run.out / "checkpoints" / "step-3")
     started = AutoModelForImageTextToText.from_pretrained(tmp_path / "start")
     changed = {

@@ -20,7 +20,7 @@ from tests.model.vision_models import (
     save_tiny_vision,
 )
 from tests.trainer.batches import first_moment
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
 from dora.core.types import FIRST_IMAGE_ID, GroupId, RequestId
@@ -32,6 +32,7 @@ from dora.model.pretrained import load_pretrained, save_pretrained
 from dora.model.weights import WeightLayout
 from dora.trainer.checkpoint import copy_tokenizer
 from dora.trainer.logprobs import GroupLogprobs
+from dora.trainer.lora import LoraSettings
 from dora.trainer.settings import Sample, TrainerSettings
 from dora.trainer.trainer import Trainer
 
@@ -118,6 +119,20 @@ def test_the_gradient_of_a_step_is_that_of_transformers_per_sequence(
     errors = {name: float((own[name] - x).abs().max()) / largest for name, x in expected.items()}
     assert max(errors.values()) < TOLERANCE, max(errors.items(), key=lambda item: item[1])
     assert all(not view.any() for name, view in own.items() if name not in expected)
+
+
+def test_adapters_of_all_linear_layers_are_trained(
+    folder: Path, images: dict[int, Pixels], stored: Path
+) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    config, flat = load_pretrained(folder)
+    batch = batch_of(images, lambda sample: plain_logprobs(model, sample, images, config))
+    before, after = WeightLayout(config).views(flat.clone()), WeightLayout(config).views(flat)
+    lora = LoraSettings(rank=2, alpha=4.0, targets=config.linear_names)
+    Trainer(config, flat, replace(SETTINGS, lr=1e-2, lora=lora, images=stored)).step(batch)
+    linears = {name for name, x in model.named_modules() if type(x) is nn.Linear and name != "lm_head"}
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"{name}.weight" for name in linears}
 
 
 def make_engine(folder: Path, stored: Path | None) -> Transformers:

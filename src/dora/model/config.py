@@ -116,9 +116,14 @@ class ModelConfig:
 
     @property
     def linear_names(self) -> tuple[str, ...]:
-        """The last parts of the names of the linear layers, without the head and the experts of a mixture."""
-        attention = ("q_proj", "k_proj", "v_proj", "o_proj")
-        return attention if self.moe_layers else (*attention, "gate_proj", "up_proj", "down_proj")
+        """The last parts of the names of the linear layers, without the head and the experts of a mixture.
+
+        Experts have the names of a dense MLP, which its parent tells from theirs.
+        """
+        attention, dense = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+        if len(self.moe_layers) == self.num_hidden_layers:
+            return attention
+        return (*attention, *(f"mlp.{name}" if self.moe_layers else name for name in dense))
 
     @property
     def num_kv_layers(self) -> int:
