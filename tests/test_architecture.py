@@ -36,7 +36,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "dora.curve": ("dora.auth_token",),
     "dora.config": ("dora.core.types", "dora.errors", "dora.trainer.advantage", "dora.trainer.recipe"),
     "dora.core": ("dora.text",),
-    "dora.model": ("dora.errors",),
+    "dora.model": ("dora.core.types", "dora.errors", "dora.atomic_file"),
     **{f"dora.{leaf}": ("dora.core.types", "dora.errors") for leaf in LEAVES},
     "dora.weights": ("dora.core.types", "dora.errors", "dora.model"),
     "dora.stream": ("dora.core.types", "dora.errors", "dora.curve", "dora.full_disk"),

@@ -8,9 +8,18 @@ from pathlib import Path
 
 def write_text_atomically(path: Path, text: str) -> None:
     """Write a file beside `path` and rename it. Raises OSError, and the old content stays."""
+    write_bytes_atomically(path, text.encode())
+
+
+def write_bytes_atomically(path: Path, content: bytes, *, fsync: bool = False) -> None:
+    """As `write_text_atomically`; with `fsync` the content survives a loss of power."""
     draft = path.with_name(path.name + ".draft")
     try:
-        draft.write_text(text, encoding="utf-8")
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            if fsync:
+                os.fsync(file.fileno())
         os.replace(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)

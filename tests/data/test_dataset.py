@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.data.dataset import Cursor, Dataset, epoch_order
+from dora.data.dataset import Cursor, Dataset, Prompt, epoch_order
+from dora.data.images import ImageSource
 from dora.errors import DataError
 
 
@@ -100,16 +102,20 @@ def test_the_head_of_a_dataset_is_its_first_rows() -> None:
     assert len(dataset.head(4)) == 3
 
 
+def length(prompt: Prompt, images: Sequence[ImageSource]) -> int:
+    return len(prompt)
+
+
 def test_a_prompt_longer_than_the_limit_is_named() -> None:
     dataset = Dataset([{"prompt": "ab"}, {"prompt": "abcd"}], origin="sums")
-    dataset.check_prompt_lengths(len, max_prompt_length=4)
+    dataset.check_prompt_lengths(length, max_prompt_length=4)
     with pytest.raises(DataError, match=r"sums, row 1: the prompt has 4 tokens.*max_prompt_length = 3"):
-        dataset.check_prompt_lengths(len, max_prompt_length=3)
+        dataset.check_prompt_lengths(length, max_prompt_length=3)
 
 
 def test_an_empty_prompt_is_named() -> None:
     with pytest.raises(DataError, match="row 0: the prompt has 0 tokens; it needs at least one, so"):
-        Dataset([{"prompt": ""}]).check_prompt_lengths(len, max_prompt_length=3)
+        Dataset([{"prompt": ""}]).check_prompt_lengths(length, max_prompt_length=3)
 
 
 @given(st.integers(1, 40), st.integers(0, 5), st.integers(0, 2**31), st.booleans())
@@ -144,7 +150,7 @@ def test_without_shuffling_rows_are_in_file_order() -> None:
 
 def test_overlong_prompts_are_left_out_and_rows_keep_their_numbers() -> None:
     rows = [{"prompt": text, "id": number} for number, text in enumerate(("aaaa", "a", "aaa", "aa"))]
-    kept = Dataset(rows, origin="x.jsonl", is_jsonl=True).without_overlong(len, max_prompt_length=2)
+    kept = Dataset(rows, origin="x.jsonl", is_jsonl=True).without_overlong(length, max_prompt_length=2)
     assert [(kept.prompt(index), kept.fields(index)) for index in range(len(kept))] == [
         ("a", {"id": 1}),
         ("aa", {"id": 3}),
@@ -152,6 +158,6 @@ def test_overlong_prompts_are_left_out_and_rows_keep_their_numbers() -> None:
     assert kept.num_overlong == 2
     assert (kept.location(1), kept.head(1).location(0)) == ("x.jsonl, line 4", "x.jsonl, line 2")
     with pytest.raises(DataError, match=r"all prompts have more than data\.max_prompt_length = 0 tokens"):
-        kept.without_overlong(len, max_prompt_length=0)
+        kept.without_overlong(length, max_prompt_length=0)
     with pytest.raises(DataError, match=r"line 1: the prompt has 0 tokens"):
-        Dataset([{"prompt": ""}], is_jsonl=True).without_overlong(len, max_prompt_length=2)
+        Dataset([{"prompt": ""}], is_jsonl=True).without_overlong(length, max_prompt_length=2)

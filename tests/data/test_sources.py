@@ -79,9 +79,9 @@ def test_overlong_prompts_of_each_source_are_left_out() -> None:
         "a": Dataset([{"prompt": "1"}, {"prompt": "123"}], origin="a.jsonl", is_jsonl=True),
         "b": Dataset([{"prompt": "123"}, {"prompt": "12"}], origin="b.jsonl", is_jsonl=True),
     }
-    kept = MixedDataset(parts).without_overlong(len, max_prompt_length=2)
+    kept = MixedDataset(parts).without_overlong(lambda prompt, _: len(prompt), max_prompt_length=2)
     assert [kept.prompt(index) for index in range(len(kept))] == ["1", "12"]
     assert (kept.num_overlong, kept.rows_by_source) == (2, {"a": range(1), "b": range(1, 2)})
     assert kept.location(1) == "source.b: b.jsonl, line 2"
     with pytest.raises(DataError, match=r"source\.b: b.jsonl: all prompts have more than"):
-        MixedDataset(parts).without_overlong(len, max_prompt_length=1)
+        MixedDataset(parts).without_overlong(lambda prompt, _: len(prompt), max_prompt_length=1)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.model.families import CONFIGS
 from tests.runs.conftest import StartRun
 from tests.runtime.running import dora, metrics, settings, summary
 from tests.runtime.tiny import MODEL, write_task
@@ -15,7 +16,7 @@ from dora.data.tokenizer import Tokenizer
 from dora.errors import ConfigError
 from dora.journal.reader import read_responses, read_samples
 from dora.model.pretrained import save_pretrained
-from dora.model.weights import initial_weights
+from dora.model.weights import WeightLayout, initial_weights
 from dora.runtime.run_setup import RunSetup
 from dora.trainer.lora import LoraSettings
 
@@ -74,6 +75,15 @@ def test_experts_cannot_have_adapters(mixture_task: Path) -> None:
         setup("['q_proj', 'up_proj']")
     assert setup("['q_proj']").lora == LoraSettings(2, 32.0, ("q_proj",))
     assert setup("all-linear").lora == LoraSettings(2, 32.0, ("q_proj", "k_proj", "v_proj", "o_proj"))
+
+
+def test_all_linear_includes_the_dense_layers_beside_a_mixture() -> None:
+    config = CONFIGS["qwen3_moe-mixed"]
+    shapes = LoraSettings(2, 32.0, config.linear_names).target_shapes(WeightLayout(config))
+    assert sorted(name for name in shapes if ".mlp." in name) == [
+        f"model.layers.1.mlp.{name}_proj.weight" for name in ("down", "gate", "up")
+    ]
+    assert sum("self_attn" in name for name in shapes) == 4 * config.num_hidden_layers
 
 
 @pytest.mark.parametrize(

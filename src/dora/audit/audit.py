@@ -112,7 +112,8 @@ def check(run: Path) -> AuditResult:
     files = FileAudit(run, journal)
     config = _read_config(run)
     guarantees = GuaranteeAudit(journal.limits, journal.num_prompts, samples, journal.source_rows)
-    stored = SampleAudit(config, _vocab_size(run, config))
+    images = {int(path.stem, 16) for path in run.glob("images/*.npy")}
+    stored = SampleAudit(config, _vocab_size(run, config), images)
     for line in journal.lines:
         guarantees.observe(line.record)
         stored.observe(line.record)
@@ -163,8 +164,9 @@ def _vocab_size(run: Path, config: Config | None) -> int | None:
     folders += [] if config is None else [Path(config.model.path)]
     for folder in folders:
         try:
-            return int(json.loads((folder / "config.json").read_text())["vocab_size"])
-        except (OSError, ValueError, KeyError, TypeError):
+            content = json.loads((folder / "config.json").read_text())
+            return int(content.get("text_config", content)["vocab_size"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
     return None
 

@@ -21,12 +21,14 @@ from dora.audit.audit import MAX_PRINTED
 from dora.config.load import parse_config
 from dora.config.schema import Config
 from dora.core.events import DigestReported, Published
+from dora.core.types import FIRST_IMAGE_ID
 from dora.engine.batch_invariant import LogprobScorer
 from dora.engine.kernels.workspace import DTYPES
 from dora.engine.request import EngineError
 from dora.errors import InputError, ModelError
 from dora.journal.reader import SampleRow, StoredResponse, read_journal, read_responses, read_samples
 from dora.model.config import ModelConfig
+from dora.model.images import IMAGES_FOLDER, ImageFolder
 from dora.model.pretrained import load_config, load_pretrained
 from dora.model.weights import WeightLayout, weight_digest
 from dora.runtime.run_setup import GREEDY
@@ -106,7 +108,7 @@ def check(run: Path, num: int) -> RecheckResult:
     if not sources:
         return RecheckResult("no version is stored", (), tuple(_describe_missing(missing)))
     folder = next(source.path for found in sources.values() for source in found if source.path.is_dir())
-    recomputer = LogprobRecomputer(config, load_config(folder))
+    recomputer = LogprobRecomputer(config, load_config(folder), run / IMAGES_FOLDER)
     if why := recomputer.why_impossible:
         return RecheckResult("this run cannot be checked", (), (why,))
     available = {key: rows for key, rows in recorded.items() if key[0] in sources}
@@ -329,8 +331,9 @@ ROUNDED = {"float32": Tolerance(5e-4, 1e-4), "bfloat16": Tolerance(2.0, 0.3)}
 class LogprobRecomputer:
     """Recomputes log-probs as the engines of a run computed them; its `str` is the tolerance in words."""
 
-    def __init__(self, config: Config, model: ModelConfig) -> None:
-        self.config, self._model = config, model
+    def __init__(self, config: Config, model: ModelConfig, images: Path) -> None:
+        """`images` is the run's `ImageFolder`."""
+        self.config, self._model, self._images = config, model, images
         self._scorers: dict[float, LogprobScorer] = {}
         self._is_exact, self._why_inexact = config.engine.exact_logprobs, ""
         if self._is_exact:
@@ -375,9 +378,12 @@ class LogprobRecomputer:
         if response is None or len(response.token_ids) != len(response.logprobs):
             return "is truncated"
         ids, vocab = (*response.prompt_ids, *response.token_ids), self._model.vocab_size
+        images = {id for id in response.prompt_ids if id >= FIRST_IMAGE_ID}
+        if missing := [f"{id:08x}" for id in images if id not in ImageFolder(self._images)]:
+            return f"has the image {missing[0]}, which the run does not have"
         if not (response.prompt_ids and response.token_ids) or len(ids) > self.config.max_sequence_length:
             return f"has {len(response.prompt_ids)} + {len(response.token_ids)} tokens"
-        if not 0 <= min(ids) <= max(ids) < vocab:
+        if not all(0 <= id < vocab for id in {*ids} - images):
             return f"has a token outside the vocabulary of {vocab}"
         if len(response.loss_mask) != len(response.token_ids) or not {1} <= {*response.loss_mask} <= {0, 1}:
             return "has no valid loss mask"
@@ -397,7 +403,7 @@ class LogprobRecomputer:
             yield from self._scorer(temperature)(flat, prompts, tokens).split([*map(len, tokens)])
             return
         views = WeightLayout(self._model).views(flat.float())
-        policy = policy_class(self._model)(self._model, views, temperature)
+        policy = policy_class(self._model)(self._model, views, temperature, images=self._images)
         for response in responses:
             batch = pack([response.prompt_ids], [response.token_ids], torch.device("cpu"))
             route = None

@@ -19,8 +19,9 @@ from dora.data.dataset import Dataset
 from dora.data.tokenizer import Tokenizer
 from dora.errors import InputError
 from dora.journal.reader import SampleRow, read_responses, read_samples
+from dora.model.pretrained import load_config
 from dora.rewards.base import RewardInput, load_reward, score
-from dora.runtime.run_setup import template_of, training_prompts
+from dora.runtime.run_setup import image_reader, template_of, training_prompts
 from dora.runtime.scoring.reward_manager import RewardTask, reward_tasks
 from dora.runtime.scoring.reward_worker import encode_prompt_row
 from dora.text import plural
@@ -58,7 +59,9 @@ def check(run: Path, num: int) -> RewardRecheck:
     rows = spread(scored, num)
     try:
         tokenizer = Tokenizer(Path(config.model.path))
-        dataset = training_prompts(config, run, PromptEncoder(tokenizer, template_of(config)))
+        images = image_reader(tokenizer, load_config(Path(config.model.path)))
+        encoder = PromptEncoder(tokenizer, template_of(config), images)
+        dataset = training_prompts(config, run, encoder)
         tasks = reward_tasks(config, dataset.columns)
         if external := [task.name for task in tasks if task.is_external]:
             return RewardRecheck(0, (), (f"the service received the rewards of {', '.join(external)}",))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from dora.config.schema import Config
 from dora.core.actions import Action
 from dora.core.events import Event, GroupScored, RequestFinished
+from dora.core.types import FIRST_IMAGE_ID
 from dora.journal.reader import column_or_null, open_sample_store, sample_columns
 from dora.stream.sample_db import PAYLOAD, payload_digest, read_branches
 from dora.text import plural
@@ -85,12 +86,15 @@ def _array(blob: bytes, dtype: type[Element]) -> NDArray[Element]:
 class SampleAudit:
     """Reads a journal once, then `close` reads the store; `findings` are sentences."""
 
-    def __init__(self, config: Config | None, vocab_size: int | None) -> None:
-        """Without `config` or `vocab_size` the checks that need them are skipped, and `skipped` says so."""
+    def __init__(self, config: Config | None, vocab_size: int | None, images: Collection[int] = ()) -> None:
+        """Without `config` or `vocab_size` the checks that need them are skipped, and `skipped` says so.
+
+        `images` are the ids of the images that the run has stored.
+        """
         self.findings: list[str] = []
         self.skipped: Counter[str] = Counter()  # reason -> samples
         self.num_samples = self.num_branches = 0
-        self._config, self._vocab_size = config, vocab_size
+        self._config, self._vocab_size, self._images = config, vocab_size, {*images}
         self._finished: dict[tuple[str, int], RequestFinished] = {}
         self._rewards: dict[str, tuple[float, ...]] = {}  # by group
 
@@ -163,7 +167,10 @@ class SampleAudit:
             bool(np.all(np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB))),
             f"{name} has a log-prob that is above 0 or not a finite number",
         )
-        ids = np.concatenate([row.prompt_ids, row.token_ids])
+        images = {*row.prompt_ids[row.prompt_ids >= FIRST_IMAGE_ID].tolist()}
+        for id in sorted(images - self._images):
+            self.findings.append(f"{name} has the image {id:08x}, which the run does not have")
+        ids = np.concatenate([row.prompt_ids[row.prompt_ids < FIRST_IMAGE_ID], row.token_ids])
         if self._vocab_size is None:
             self.skipped["whose tokens need the size of the vocabulary"] += 1
         if self._vocab_size is None or not len(ids):

@@ -92,6 +92,8 @@ def read_examples(
                 f"response's column with --response-key; columns: {columns}"
             )
         try:
+            if dataset.images(index):
+                raise DataError("the row has images, and dora sft trains text only; remove them")
             prompt_ids = prompts.encode(dataset.prompt(index))
             ids = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_id]
         except DataError as error:

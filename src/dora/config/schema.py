@@ -113,6 +113,11 @@ class DataSection(Section):
         min_length=1,
         description="Column that holds the prompt, as text or as chat messages (name).",
     )
+    image_key: str = Field(
+        default="images",
+        min_length=1,
+        description="Column with the images of a prompt, in whose text each is written <image> (name).",
+    )
     chat_template: bool = Field(
         default=False, description="Format prompts with the tokenizer's chat template."
     )

@@ -579,7 +579,7 @@ def _unused_in_data(config: Config) -> Reasons:
     if config.source:
         unused |= dict.fromkeys(_OF_FOLDER, "with [[source]]: each source has its own")
     if config.data.path == "gcd":
-        unused |= dict.fromkeys(("prompt_key", *_OF_FOLDER), "with data.path = gcd")
+        unused |= dict.fromkeys(("prompt_key", "image_key", *_OF_FOLDER), "with data.path = gcd")
     if config.data.path == "service":
         reason = "with data.path = service: each prompt is used once, in the order of arrival"
         unused |= dict.fromkeys((*_OF_FOLDER, "shuffle"), reason)

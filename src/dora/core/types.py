@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 PASSING_REWARD = 1.0  # a response with at least this reward passes: it solves its prompt
+FIRST_IMAGE_ID = 2**30  # token ids from here to 2**31 - 1 identify images; no vocabulary is as large
 
 
 class ProtocolError(Exception):

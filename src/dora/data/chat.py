@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dora.data.dataset import Messages, Prompt
+from dora.data.images import IMAGE, ImageReader, ImageSource
 from dora.data.tokenizer import Tokenizer
 from dora.data.tool_calls import Parser, Tool, parser_of
 from dora.errors import DataError, ModelError
@@ -20,10 +21,43 @@ NO_TURNS: Turns = {}
 
 
 class PromptEncoder:
-    """Encodes prompts and observations for one model. `template` None: text is encoded as it is."""
+    """Encodes prompts and observations for one model. `template` None: text is encoded as it is.
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> None:
-        self._tokenizer, self._template = tokenizer, template
+    `images` reads those of prompts, if the model does.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None = None, images: ImageReader | None = None
+    ) -> None:
+        self._tokenizer, self._template, self.images = tokenizer, template, images
+
+    def num_tokens(self, prompt: Prompt, images: Sequence[ImageSource]) -> int:
+        """Tokens of a prompt with images. Raises DataError as `encode_with_images`, or for a bad image."""
+        if not images or self.images is None:
+            return len(self.encode_with_images(prompt, [[]] * len(images)))
+        return len(self.encode_with_images(prompt, [[0] * self.images.num_tokens(x) for x in images]))
+
+    def encode_with_images(self, prompt: Prompt, images: Sequence[Sequence[int]]) -> list[int]:
+        """Token ids of a prompt in whose text IMAGE stands for each of the `images`, given as token ids.
+
+        Raises DataError if it cannot be tokenized, or its text has not one IMAGE for each image.
+        """
+        if self.images is None:
+            if images:
+                raise DataError(
+                    "the row has images, and the model reads text only; use a model of Qwen-VL, or name "
+                    "another column with data.image_key"
+                )
+            return self.encode(prompt)
+        ids = self.encode(_with_image_placeholders(prompt, self.images.placeholder) if images else prompt)
+        if (num := ids.count(self.images.token_id)) != len(images):
+            raise DataError(
+                f"the prompt has {num} places for images, and the row has {len(images)} of them; write "
+                f"{IMAGE} where each belongs"
+            )
+        given = iter(images)
+        parts = (next(given) if id == self.images.token_id else (id,) for id in ids)
+        return [id for part in parts for id in part]
 
     def encode(self, prompt: Prompt, tools: Sequence[Tool] = (), turns: Turns = NO_TURNS) -> list[int]:
         """Token ids of a prompt with the tools that the model may call.
@@ -145,6 +179,13 @@ class ChatTemplate:
         except Exception as error:  # templates raise any type
             raise DataError(f"the chat template refuses the prompt: {error}") from error
         return text
+
+
+def _with_image_placeholders(prompt: Prompt, placeholder: str) -> Prompt:
+    """The prompt with the model's placeholder in place of IMAGE."""
+    if isinstance(prompt, str):
+        return prompt.replace(IMAGE, placeholder)
+    return [{**message, "content": message["content"].replace(IMAGE, placeholder)} for message in prompt]
 
 
 def _with_placeholders(prompt: Prompt, turns: Turns) -> tuple[Prompt, dict[str, Sequence[int]]]:

@@ -22,10 +22,12 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from dora.data.images import ImageSource, find_images
 from dora.errors import DataError, not_utf8
 
 Messages = Sequence[Mapping[str, str]]  # each with a "role" and a "content", both text
 Prompt = str | Messages
+NumTokens = Callable[[Prompt, Sequence[ImageSource]], int]  # of a prompt with its images
 Rows = Sequence[Mapping[str, Any]]
 MAX_PERIOD = 1000  # groups after which the order of several sources repeats
 # Reward functions get arguments with these names besides the columns.
@@ -40,27 +42,41 @@ class Dataset:
     _numbers: Sequence[int] | None = None  # of the rows in their file; None: all of them in order
 
     def __init__(
-        self, rows: Rows, prompt_key: str = "prompt", origin: str = "dataset", is_jsonl: bool = False
+        self,
+        rows: Rows,
+        prompt_key: str = "prompt",
+        origin: str = "dataset",
+        is_jsonl: bool = False,
+        image_key: str = "images",
+        folder: Path = Path(),
     ) -> None:
         """With `is_jsonl`, errors count rows as lines from 1, otherwise as rows from 0.
 
-        Raises DataError if there are no rows, or one has no valid prompt.
+        Paths of images are relative to `folder`. Raises DataError if there are no rows, or one has no valid
+        prompt.
         """
         if len(rows) < self.MIN_ROWS:
             raise DataError(f"{origin} has no rows; a run needs at least one prompt")
         self.origin = origin
-        self.prompt_key = prompt_key
-        self._rows = rows
+        self.prompt_key, self.image_key = prompt_key, image_key
+        self._rows, self._folder = rows, folder
         self._is_jsonl = is_jsonl
         for index, row in enumerate(rows):
             _check_row(row, prompt_key, self.location(index))
 
     @classmethod
     def from_path(
-        cls, path: Path, prompt_key: str = "prompt", split: str | None = None, subset: str | None = None
+        cls,
+        path: Path,
+        prompt_key: str = "prompt",
+        split: str | None = None,
+        subset: str | None = None,
+        image_key: str = "images",
     ) -> Dataset:
         """Read a file or a folder, see `read_rows`. Raises DataError naming file, line, rule and remedy."""
-        return cls(read_rows(path, split, subset), prompt_key, str(path), is_jsonl=path.suffix == ".jsonl")
+        folder = path if path.is_dir() else path.parent
+        rows, is_jsonl = read_rows(path, split, subset), path.suffix == ".jsonl"
+        return cls(rows, prompt_key, str(path), is_jsonl, image_key, folder)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -85,9 +101,19 @@ class Dataset:
         prompt: Prompt = self._rows[index][self.prompt_key]
         return prompt
 
+    def images(self, index: int) -> list[ImageSource]:
+        """The images of a row, in their order in its prompt. Raises DataError for what cannot be one."""
+        return find_images(self._rows[index].get(self.image_key), self._folder)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether any row has an image."""
+        return any(self.images(index) for index in range(len(self)))
+
     def fields(self, index: int) -> dict[str, Any]:
-        """The row without its prompt: the `**row` of a reward function."""
-        return {key: value for key, value in self._rows[index].items() if key != self.prompt_key}
+        """The row without its prompt and its images: the `**row` of a reward function."""
+        others = (self.prompt_key, self.image_key)
+        return {key: value for key, value in self._rows[index].items() if key not in others}
 
     @property
     def columns(self) -> tuple[str, ...] | None:
@@ -98,7 +124,7 @@ class Dataset:
         """Column that some of several datasets have -> one that does not."""
         return {}
 
-    def check_prompt_lengths(self, num_tokens: Callable[[Prompt], int], max_prompt_length: int) -> None:
+    def check_prompt_lengths(self, num_tokens: NumTokens, max_prompt_length: int) -> None:
         """Raises DataError for the first prompt without tokens, with too many, or that cannot be tokenized.
 
         `max_prompt_length` in tokens; `num_tokens` may raise DataError itself.
@@ -111,7 +137,7 @@ class Dataset:
                     "such prompts out with data.filter_overlong_prompts = true"
                 )
 
-    def without_overlong(self, num_tokens: Callable[[Prompt], int], max_prompt_length: int) -> Dataset:
+    def without_overlong(self, num_tokens: NumTokens, max_prompt_length: int) -> Dataset:
         """The rows with a prompt of at most `max_prompt_length` tokens.
 
         Raises DataError for a prompt without tokens or that cannot be tokenized, and if no row is left.
@@ -126,10 +152,10 @@ class Dataset:
         kept.num_overlong = len(self) - len(kept)
         return kept
 
-    def _num_tokens(self, index: int, num_tokens: Callable[[Prompt], int]) -> int:
+    def _num_tokens(self, index: int, num_tokens: NumTokens) -> int:
         """Tokens of a prompt. Raises DataError if there are none, or if it cannot be tokenized."""
         try:
-            num = num_tokens(self.prompt(index))
+            num = num_tokens(self.prompt(index), self.images(index))
         except DataError as error:
             raise DataError(f"{self.location(index)}: {error}") from error
         if num == 0:
@@ -180,7 +206,7 @@ class MixedDataset(Dataset):
         """The first rows of each source."""
         return MixedDataset({name: part.head(num_rows) for name, part in self.parts.items()}, self.table)
 
-    def without_overlong(self, num_tokens: Callable[[Prompt], int], max_prompt_length: int) -> MixedDataset:
+    def without_overlong(self, num_tokens: NumTokens, max_prompt_length: int) -> MixedDataset:
         parts = {}
         for name, part in self.parts.items():
             with naming_source(name, self.table):
@@ -203,6 +229,10 @@ class MixedDataset(Dataset):
     def prompt(self, index: int) -> Prompt:
         _, part, own = self._find(index)
         return part.prompt(own)
+
+    def images(self, index: int) -> list[ImageSource]:
+        _, part, own = self._find(index)
+        return part.images(own)
 
     def fields(self, index: int) -> dict[str, Any]:
         name, part, own = self._find(index)
@@ -249,7 +279,9 @@ class GrowingDataset(Dataset):
 
     MIN_ROWS = 0
 
-    def __init__(self, path: Path, prompt_key: str = "prompt", *, fsync: bool = False) -> None:
+    def __init__(
+        self, path: Path, prompt_key: str = "prompt", *, fsync: bool = False, image_key: str = "images"
+    ) -> None:
         """The file is created by the first `append`. With `fsync`, rows survive a loss of power.
 
         Raises DataError for a corrupt file.
@@ -261,7 +293,7 @@ class GrowingDataset(Dataset):
             self._own_rows = [json.loads(line) for line in content[: self._num_bytes].splitlines()]
         except ValueError as error:
             raise DataError(f"{path} is corrupt ({error}): restore the file to resume the run") from error
-        super().__init__(self._own_rows, prompt_key, str(path), is_jsonl=True)
+        super().__init__(self._own_rows, prompt_key, str(path), is_jsonl=True, image_key=image_key)
 
     def contains(self, first: int, rows: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the dataset has these rows, starting at index `first`."""
@@ -477,16 +509,27 @@ def _select_split(path: Path, found: Any, split: str | None) -> Rows:
     if not isinstance(found, dict):
         if split is not None:
             raise DataError(f"{path}: split = {split!r}, but it holds no splits; remove the split")
-        rows: Rows = found
-        return rows
+        return _with_encoded_images(found)
     names = ", ".join(map(str, found))
     if split is None and len(found) > 1:
         raise DataError(f"{path} has the splits {names}; choose one with data.split (eval.split)")
     chosen = next(iter(found)) if split is None else split
     if chosen not in found:
         raise DataError(f"{path}: split = {split!r} does not exist; it has {names}")
-    rows = found[chosen]
-    return rows
+    return _with_encoded_images(found[chosen])
+
+
+def _with_encoded_images(rows: Any) -> Rows:
+    """Rows that have images as the bytes of their files: decoding each when a row is read would be slow."""
+    from datasets import Image
+
+    for name, feature in rows.features.items():
+        if isinstance(feature, Image):
+            rows = rows.cast_column(name, Image(decode=False))
+        elif isinstance(getattr(feature, "feature", None), Image):
+            rows = rows.cast_column(name, type(feature)(Image(decode=False)))
+    encoded: Rows = rows
+    return encoded
 
 
 def _missing_package(path: Path, kind: str, package: str) -> DataError:

@@ -44,6 +44,7 @@ class Capabilities:
     tensor_parallel: bool = False  # divides the model among several GPUs; takes the keyword `num_gpus`
     inflight_update: bool = False  # running requests continue with newer versions; takes this keyword
     routes: bool = False  # completions contain the experts of each token
+    images: bool = False  # prompts with images, see `dora.model.images`; takes the keyword `images`
     dtypes: tuple[str, ...] = ("float32",)
     devices: tuple[str, ...] = ("cpu",)
 
@@ -171,6 +172,7 @@ class InferenceFactory(Protocol):
     With the capability `inflight_update` it also takes this keyword: "partial" or "inflight", as
     `orchestrator.update_policy`. It is not given under other policies, where requests keep their version.
     With `kv_transfer` it takes `pool`, a path in memory that other engines on the machine can read, or None.
+    With `images` it takes `images`, the path of the run's `ImageFolder`.
     """
 
     capabilities: Capabilities

@@ -48,6 +48,7 @@ _ROPE_KEYS = {
 }
 _MISTRAL_WINDOW = 4096  # transformers' default
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+VISION_TOWER = "model.visual."  # the prefix of the tensors that images go through
 
 
 class UnsupportedModelError(ModelError):
@@ -115,9 +116,14 @@ class ModelConfig:
 
     @property
     def linear_names(self) -> tuple[str, ...]:
-        """The last parts of the names of the linear layers, without the head and the experts of a mixture."""
-        attention = ("q_proj", "k_proj", "v_proj", "o_proj")
-        return attention if self.moe_layers else (*attention, "gate_proj", "up_proj", "down_proj")
+        """The last parts of the names of the linear layers, without the head and the experts of a mixture.
+
+        Experts have the names of a dense MLP, which its parent tells from theirs.
+        """
+        attention, dense = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+        if len(self.moe_layers) == self.num_hidden_layers:
+            return attention
+        return (*attention, *(f"mlp.{name}" if self.moe_layers else name for name in dense))
 
     @property
     def num_kv_layers(self) -> int:
@@ -187,13 +193,40 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class VisionConfig:
+    """How a model of the Qwen-VL families reads an image, from `config.json` and `preprocessor_config.json`.
+
+    The image is resized to `min_pixels` to `max_pixels` and cut into patches of `patch_size` pixels a side.
+    `merge_size` times `merge_size` patches become a token, between `start_token_id` and `end_token_id`. A
+    still image is `temporal_patch_size` equal frames. `mean` and `std` normalise each channel.
+    """
+
+    image_token_id: int
+    start_token_id: int
+    end_token_id: int
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+    min_pixels: int
+    max_pixels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def token_side(self) -> int:
+        """Pixels of a token's side; the sides of a resized image are multiples."""
+        return self.patch_size * self.merge_size
+
+
+@dataclass(frozen=True)
 class TransformersConfig(ModelConfig):
     """The shape of a causal language model that transformers computes.
 
     `source` is the text of its `config.json`, `shapes` are its tensors by transformers' name, in the order of
     the flat buffer. The router of a mixture of experts is its own, so `moe_layers` is empty. `linears` are
     the last parts of the names of its linear layers, without the head. `shares_layers`: several layers have
-    the same weights. The tensors of the `backbone` have this prefix, the others are the head.
+    the same weights. The tensors of the `backbone` have this prefix, the others are the head. `vision` is
+    that of a model that reads images.
     """
 
     source: str = "{}"
@@ -201,6 +234,7 @@ class TransformersConfig(ModelConfig):
     linears: tuple[str, ...] = ()
     shares_layers: bool = False
     backbone: str = "model"
+    vision: VisionConfig | None = None
 
     def __post_init__(self) -> None:
         """transformers validates the values."""
@@ -219,9 +253,10 @@ class TransformersConfig(ModelConfig):
 
     @property
     def active_parameters(self) -> float:
-        """Elements of the layers' matrices that one token is multiplied with."""
+        """Elements of the layers' matrices that one token is multiplied with, without those of images."""
         share = self.num_experts_per_tok / self.num_experts if self.num_experts else 1.0
-        sizes = {name: math.prod(shape) for name, shape in self.shapes if len(shape) > 1}
+        shapes = [(name, shape) for name, shape in self.shapes if not name.startswith(VISION_TOWER)]
+        sizes = {name: math.prod(shape) for name, shape in shapes if len(shape) > 1}
         ends = [name for name in sizes if "embed" in name or name.startswith("lm_head")]
         return sum(size * (share if ".experts." in name else 1.0) for name, size in sizes.items()) - sum(
             sizes[name] for name in ends

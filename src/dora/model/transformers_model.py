@@ -3,7 +3,7 @@
 A model is built without memory for its weights and bound to views of a flat buffer, so training, publishing
 and digests are those of the own decoder. All that differs between families is transformers' own code:
 attention masks, sliding windows, linear attention, routers, and what follows the last norm (bias, scale or
-cap of the logits).
+cap of the logits). The families of Qwen-VL also read images, whose tokens have the ids of `images`.
 """
 
 from __future__ import annotations
@@ -13,23 +13,29 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from dora.core.types import FIRST_IMAGE_ID
 from dora.errors import ModelError
-from dora.model.config import LENGTH_DEPENDENT_ROPE, ModelConfig, TransformersConfig
+from dora.model.config import LENGTH_DEPENDENT_ROPE, ModelConfig, TransformersConfig, VisionConfig
 from dora.model.decoder import LayerRunner, run_layer_once
+from dora.model.images import ImageFolder, patch_grid, to_patches
 from dora.model.weights import layer_of
 
 _NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 _REASON_CHARACTERS = 200
 _HEAD = "head"  # the group of the weights outside the backbone
 _OTHER_INPUTS = ("vision_config", "audio_config")
+VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def is_exact(raw: Mapping[str, Any]) -> bool:
@@ -37,7 +43,8 @@ def is_exact(raw: Mapping[str, Any]) -> bool:
 
     Not if keys depend on the length of the sequence, or if weights are quantized.
     """
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    text = raw.get("text_config") or raw
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type"))
     return kind not in LENGTH_DEPENDENT_ROPE and not raw.get("quantization_config")
 
@@ -45,18 +52,19 @@ def is_exact(raw: Mapping[str, Any]) -> bool:
 def read_config(folder: Path, raw: Mapping[str, Any]) -> TransformersConfig:
     """The shape of the model in a folder, whose parsed `config.json` is `raw`.
 
-    Raises ModelError, with the remedy, for a model that transformers does not know or that is no causal
-    language model of text.
+    Raises ModelError, with the remedy, for a model that transformers does not know, that is no causal
+    language model, or that reads other inputs than text and the images of VISION_FAMILIES.
     """
     kind = raw.get("model_type")
-    if other := [key for key in _OTHER_INPUTS if raw.get(key)]:
+    other = [key for key in _OTHER_INPUTS if raw.get(key)]
+    if other and kind not in VISION_FAMILIES:
         raise ModelError(
-            f"{folder}: model_type = {kind!r} has a {other[0]}, and only text is supported; save its "
-            "language model alone (for Gemma 3 the class Gemma3ForCausalLM)"
+            f"{folder}: model_type = {kind!r} has a {other[0]}, and only {', '.join(VISION_FAMILIES)} read "
+            "more than text; save its language model alone (for Gemma 3 the class Gemma3ForCausalLM)"
         )
     source = json.dumps(raw, sort_keys=True)
     model, names = _skeleton(source)
-    config = model.config
+    config = model.config.get_text_config()
     if _value(config, "max_position_embeddings", 0) < 1:  # state-space models, for one
         raise ModelError(
             f"{folder}: model_type = {kind!r} is not supported: config.json has no max_position_embeddings, "
@@ -73,7 +81,7 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> TransformersConfig:
         num_key_value_heads=int(_value(config, "num_key_value_heads", heads)),
         head_dim=int(_value(config, "head_dim", config.hidden_size // heads)),
         max_position_embeddings=int(config.max_position_embeddings),
-        tie_word_embeddings=bool(_value(config, "tie_word_embeddings", False)),
+        tie_word_embeddings=bool(_value(model.config, "tie_word_embeddings", False)),
         model_type=str(kind),
         num_experts=next((int(n) for key in _NUM_EXPERTS if (n := _value(config, key, 0))), 0),
         num_experts_per_tok=int(_value(config, "num_experts_per_tok", 0)),
@@ -82,7 +90,37 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> TransformersConfig:
         shares_layers=any(layer_of(first) not in ("", layer_of(name)) for name, first in names.items()),
         linears=_linear_names(model),
         backbone=_backbone_name(model),
+        vision=_read_vision(folder, model.config) if kind in VISION_FAMILIES else None,
     )
+
+
+def _read_vision(folder: Path, config: Any) -> VisionConfig:
+    """How a model reads images. Raises ModelError if its folder does not say it."""
+    path = next((folder / name for name in _PROCESSOR_FILES if (folder / name).is_file()), None)
+    if path is None:
+        raise ModelError(f"{folder} has no {_PROCESSOR_FILES[0]}; copy it from the published model")
+    vision = config.vision_config
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        given = content.get("image_processor", content)
+        limits = given.get("size") or {}
+        return VisionConfig(
+            image_token_id=int(config.image_token_id),
+            start_token_id=int(config.vision_start_token_id),
+            end_token_id=int(config.vision_end_token_id),
+            patch_size=int(vision.patch_size),
+            merge_size=int(vision.spatial_merge_size),
+            temporal_patch_size=int(vision.temporal_patch_size),
+            min_pixels=int(given["min_pixels"] if "min_pixels" in given else limits["shortest_edge"]),
+            max_pixels=int(given["max_pixels"] if "max_pixels" in given else limits["longest_edge"]),
+            mean=tuple(map(float, given["image_mean"])),
+            std=tuple(map(float, given["image_std"])),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ModelError(
+            f"{path}: {error!r}; it must have image_mean, image_std, min_pixels and max_pixels: copy it from "
+            "the published model"
+        ) from error
 
 
 def _by_layer(names: Sequence[str]) -> list[str]:
@@ -112,12 +150,12 @@ def _value(config: Any, key: str, default: Any) -> Any:
 
 def load_weights(folder: Path, views: Mapping[str, Tensor]) -> None:
     """Copy a model folder's weights to `views`, as transformers loads them. Raises ModelError."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _auto_model(kind).from_pretrained(
             folder,
             dtype=torch.float32,
             local_files_only=True,
@@ -149,6 +187,24 @@ def save_weights(folder: Path, config: TransformersConfig, views: Mapping[str, T
     (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
 
 
+class ImageFeatures(NamedTuple):
+    """What the decoder reads of an image with this grid of patches: `layers` [1 + D, tokens, hidden].
+
+    The first replace the embeddings of the tokens, the others are added after the first D layers.
+    """
+
+    grid: tuple[int, int, int]
+    layers: Tensor
+
+
+@dataclass
+class ModelCache:
+    """The tokens of one sequence. The next position is `shift` from their number, because of its images."""
+
+    kv: Any
+    shift: int = 0
+
+
 class TransformersModel:
     """A model that computes with given tensors, to which gradients flow.
 
@@ -156,9 +212,19 @@ class TransformersModel:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+        images: Path | None = None,
     ) -> None:
-        """`weights` have transformers' names. A forward pass converts those that are not of this `dtype`."""
+        """`weights` have transformers' names. A forward pass converts those that are not of this `dtype`.
+
+        `images` is the run's `ImageFolder`.
+        """
+        self._vision = config.vision if isinstance(config, TransformersConfig) else None
+        self._images = None if images is None else ImageFolder(images)
         source = config.source if isinstance(config, TransformersConfig) else json.dumps(config.to_dict())
         skeleton, names = _skeleton(source)
         model: Any = deepcopy(skeleton)
@@ -184,20 +250,92 @@ class TransformersModel:
         self._cache_argument = "cache" if has_cache else "past_key_values"  # before transformers 5.24
 
     def hidden_states(
-        self, input_ids: Tensor, cache: Any = None, run_layer: LayerRunner = run_layer_once
+        self,
+        input_ids: Tensor,
+        cache: ModelCache | None = None,
+        run_layer: LayerRunner = run_layer_once,
+        images: Mapping[int, ImageFeatures] | None = None,
     ) -> Tensor:
         """Final hidden states [B, L, hidden] of tokens [B, L], whose rows are whole sequences.
 
         Padding on the right changes nothing before it, because every family is causal. With a `cache` from
-        `new_cache` the tokens follow those in it. `run_layer` calls each layer.
+        `new_cache` the tokens of one row follow those in it. `run_layer` calls each layer. `images` are those
+        of `image_features`, which otherwise runs here.
         """
         for layer in self._layers:
             layer.run_layer = run_layer
-        given = {} if cache is None else {self._cache_argument: cache}
+        given: dict[str, Any] = {} if cache is None else {self._cache_argument: cache.kv}
+        given["use_cache"] = cache is not None
+        if self._vision is not None and images is None:
+            images = self.image_features(input_ids, run_layer)
         with self._bound[""]:
-            out = self._backbone(input_ids=input_ids, use_cache=cache is not None, **given)
+            if self._vision is None:
+                out = self._backbone(input_ids=input_ids, **given)
+            else:
+                given |= self._inputs_with_images(input_ids, cache, images or {}, self._vision)
+                out = self._backbone.language_model(**given)
         hidden: Tensor = out.last_hidden_state
         return hidden
+
+    def image_features(
+        self, input_ids: Tensor, run_layer: LayerRunner = run_layer_once
+    ) -> dict[int, ImageFeatures]:
+        """The features of each image among token ids, by its id; each image is computed once.
+
+        Raises ModelError if its file is missing.
+        """
+        if self._vision is None:
+            return {}
+        ids: list[int] = input_ids[input_ids >= FIRST_IMAGE_ID].unique().tolist()
+        if not ids:
+            return {}
+        assert self._images is not None, "a token of an image, and no folder of images"
+        for layer in self._layers:
+            layer.run_layer = run_layer
+        images = [self._images.read(id) for id in ids]
+        grids = [patch_grid(image, self._vision) for image in images]
+        patches = torch.cat([to_patches(image, self._vision) for image in images]).to(input_ids.device)
+        with self._bound[""]:
+            grid = torch.tensor(grids, device=input_ids.device)
+            out = self._backbone.get_image_features(patches, grid, return_dict=True)
+        layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
+        return {
+            id: ImageFeatures(grids[i], torch.stack([layer[i] for layer in layers]))
+            for i, id in enumerate(ids)
+        }
+
+    def _inputs_with_images(
+        self,
+        input_ids: Tensor,
+        cache: ModelCache | None,
+        images: Mapping[int, ImageFeatures],
+        vision: VisionConfig,
+    ) -> dict[str, Any]:
+        """Inputs of the decoder: embeddings, positions [3, B, L], and features to add in early layers.
+
+        A placeholder of an image that the policy has sampled is text.
+        """
+        is_image = input_ids >= FIRST_IMAGE_ID
+        embed = self._backbone.get_input_embeddings()
+        embeddings = embed(input_ids.masked_fill(is_image, vision.image_token_id))
+        start = 0 if cache is None else cache.kv.get_seq_length() + cache.shift
+        num_rows, length = input_ids.shape
+        positions = torch.arange(start, start + length, device=input_ids.device).expand(3, num_rows, -1)
+        # neighbouring images have other tokens between them
+        rows = input_ids.tolist() if images else []
+        found = [images[id] for row in rows for id, _ in groupby(row) if id >= FIRST_IMAGE_ID]
+        if not found:
+            return {"inputs_embeds": embeddings, "position_ids": positions}
+        grid = torch.tensor([image.grid for image in found], device=input_ids.device)
+        positions, shift = self._backbone.get_rope_index(input_ids, is_image.int(), image_grid_thw=grid)
+        if cache is not None:
+            cache.shift = int(shift)
+        layers = torch.cat([image.layers for image in found], 1).to(embeddings.dtype)
+        embeddings = embeddings.masked_scatter(is_image[..., None], layers[0])
+        given = {"inputs_embeds": embeddings, "position_ids": positions}
+        if len(layers) > 1:
+            given |= {"visual_pos_masks": is_image, "deepstack_visual_embeds": [*layers[1:]]}
+        return given
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, vocab] of final hidden states [N, hidden], with the family's bias, scale and cap."""
@@ -205,11 +343,11 @@ class TransformersModel:
             out: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return out
 
-    def new_cache(self) -> Any:
+    def new_cache(self) -> ModelCache:
         """An empty cache for `hidden_states`."""
         from transformers import DynamicCache
 
-        return DynamicCache(config=self._head.config)
+        return ModelCache(DynamicCache(config=self._head.config))
 
 
 class _Binding:
@@ -258,7 +396,9 @@ class _GivenHiddenStates(nn.Module):
     def forward(self, *, inputs_embeds: Tensor, **_: Any) -> Any:
         from transformers.modeling_outputs import MoeModelOutputWithPast
 
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+        out: Any = MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+        out.image_outputs = out.video_outputs = out.rope_deltas = None  # which heads of Qwen-VL return
+        return out
 
 
 @lru_cache(maxsize=4)
@@ -270,7 +410,7 @@ def _skeleton(source: str) -> tuple[Any, Mapping[str, str]]:
     raw = json.loads(source)
     kind = raw.get("model_type")
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM, __version__
+        from transformers import AutoConfig, __version__
         from transformers.initialization import no_init_weights
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError as error:
@@ -278,7 +418,7 @@ def _skeleton(source: str) -> tuple[Any, Mapping[str, str]]:
             f"config.json: model_type = {kind!r} needs transformers, which is not installed: "
             "pip install 'dora-rl[data]'"
         ) from error
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if kind not in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION_FAMILIES):
         raise ModelError(
             f"config.json: model_type = {kind!r} is no causal language model of transformers {__version__}, "
             "so neither trainer nor engine can compute it: upgrade transformers, or use another model"
@@ -287,13 +427,14 @@ def _skeleton(source: str) -> tuple[Any, Mapping[str, str]]:
         config = AutoConfig.for_model(**raw)
         config.output_router_logits = False
         with no_init_weights(), _parameters_without_memory():
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            model = _auto_model(kind).from_config(config, dtype=torch.float32).eval()
     except Exception as error:  # the checks of a config raise errors of several libraries
         reason = " ".join(str(error).split())[:_REASON_CHARACTERS]
         raise ModelError(
             f"config.json: model_type = {kind!r} has an invalid value: {reason}; copy or save the model again"
         ) from error
-    if not all(getattr(module, "is_causal", True) for module in model.modules()):
+    decoder = model.model.language_model if kind in VISION_FAMILIES else model
+    if not all(getattr(module, "is_causal", True) for module in decoder.modules()):
         raise ModelError(
             f"config.json: model_type = {kind!r} attends to later tokens, so it cannot generate; "
             "use a causal language model"
@@ -306,6 +447,13 @@ def _skeleton(source: str) -> tuple[Any, Mapping[str, str]]:
         tensors, key = _place(model, name)
         tensors[key] = torch.empty_like(tensor, device="meta")
     return model, names
+
+
+def _auto_model(kind: object) -> Any:
+    """The class of transformers that makes a model of this model_type."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if kind in VISION_FAMILIES else AutoModelForCausalLM
 
 
 @contextmanager

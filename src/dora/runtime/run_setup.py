@@ -30,6 +30,7 @@ from dora.data.dataset import (
     Rows,
     naming_source,
 )
+from dora.data.images import ImageReader, ImageSource
 from dora.data.tokenizer import Tokenizer
 from dora.engine.block_manager import BLOCK_SIZE, num_blocks_for, num_staging_blocks
 from dora.engine.decode_batch import MAX_STOP_IDS
@@ -38,8 +39,10 @@ from dora.engine.request import Request, SamplingParams
 from dora.errors import ConfigError, ModelError
 from dora.metrics.writer import check_trackers
 from dora.model.config import ModelConfig, TransformersConfig
+from dora.model.images import IMAGES_FOLDER, ImageFolder
 from dora.model.pretrained import check_pretrained, has_published_names, load_config
 from dora.runtime.process import launcher
+from dora.runtime.process.backends import engines_without_images
 from dora.runtime.process.messages import CriticSpec, EngineSpec, TeacherSpec, TrainerSpec
 from dora.runtime.process.resources import DeviceAssignment, is_gpu
 from dora.stream.storage import SEGMENT_BYTES
@@ -101,6 +104,11 @@ def check_implementation(config: Config, model: ModelConfig) -> None:
         raise ConfigError(
             f"trainer.model = transformers with {kind}: DORA-RL's decoder trains its experts one by one; set "
             "trainer.model = auto"
+        )
+    if isinstance(model, TransformersConfig) and model.vision and trainer.num_ranks > 1:
+        raise ConfigError(
+            f"trainer.num_ranks = {trainer.num_ranks}: ranks cannot divide the vision tower of {kind}, which "
+            "runs only for batches with images; set trainer.num_ranks = 1"
         )
     if isinstance(model, TransformersConfig) and model.shares_layers and trainer.num_ranks > 1:
         raise ConfigError(
@@ -186,6 +194,37 @@ def template_of(config: Config) -> ChatTemplate | None:
     return ChatTemplate(Path(config.model.path), config.data.system_prompt)
 
 
+def image_reader(tokenizer: Tokenizer, model: ModelConfig) -> ImageReader | None:
+    """Reads images for a model that understands them; None: it reads text only."""
+    if not isinstance(model, TransformersConfig) or (vision := model.vision) is None:
+        return None
+    ids = (vision.start_token_id, vision.image_token_id, vision.end_token_id)
+    return ImageReader(
+        placeholder="".join(map(tokenizer.decode_token, ids)),
+        token_id=vision.image_token_id,
+        token_side=vision.token_side,
+        min_pixels=vision.min_pixels,
+        max_pixels=vision.max_pixels,
+    )
+
+
+def check_images(config: Config) -> None:
+    """Raises ConfigError if a run whose prompts have images needs what reads none."""
+    rules = {
+        f"{', '.join(without)}: set engine.backend = transformers": without
+        for without in [engines_without_images(config)]
+    } | {
+        "environments and agents: remove env.environment, env.hosts and service.agents": config.has_episodes,
+        "algorithm.adv_estimator = gae, a critic: use grpo": config.algorithm.adv_estimator == "gae",
+        "distillation.teachers: remove them": config.distillation.teachers,
+        f"trainer.backend = {config.trainer.backend}: remove it": config.trainer.backend,
+        "runtime.kind = ray, other machines: set runtime.kind = local": config.runtime.kind == "ray",
+        'data.path = "service": name a dataset': config.data.path == "service",
+    }
+    if reasons := [reason for reason, is_used in rules.items() if is_used]:
+        raise ConfigError(f"prompts with images are not supported by {reasons[0]}")
+
+
 def training_prompts(config: Config, out: Path, encoder: PromptEncoder) -> Dataset:
     """All rows of data.path or of the sources, or the uploaded prompts. Raises DataError.
 
@@ -193,12 +232,14 @@ def training_prompts(config: Config, out: Path, encoder: PromptEncoder) -> Datas
     """
     data = config.data
     if data.path == "service":
-        return GrowingDataset(out / UPLOADED_PROMPTS, data.prompt_key, fsync=config.journal.fsync)
+        return GrowingDataset(
+            out / UPLOADED_PROMPTS, data.prompt_key, fsync=config.journal.fsync, image_key=data.image_key
+        )
     built_in = BuiltInTask("the built-in task gcd", gcd.training_rows)
     if data.path is None:
         dataset: Dataset = _mixed(config, "source", config.source, built_in)
     else:
-        dataset = _read(data, data.prompt_key, built_in)
+        dataset = _read(config, data, data.prompt_key, built_in)
     return _filtered(config, dataset, encoder)
 
 
@@ -214,7 +255,7 @@ def held_out_prompts(config: Config, encoder: PromptEncoder) -> Dataset | None:
     if settings.path is None:
         dataset: Dataset = _mixed(config, "eval_source", config.eval_source, built_in)
     else:
-        dataset = _read(settings, config.data.prompt_key, built_in)
+        dataset = _read(config, settings, config.data.prompt_key, built_in)
     return _filtered(config, dataset, encoder).head(settings.num_prompts)
 
 
@@ -235,11 +276,12 @@ def _mixed(
     for source in sources:
         with naming_source(source.name, table):
             key = source.prompt_key or config.data.prompt_key
-            parts[source.name] = _read(source, key, built_in)
+            parts[source.name] = _read(config, source, key, built_in)
     return MixedDataset(parts, table)
 
 
 def _read(
+    config: Config,
     section: DataSection | EvalSection | SourceSection | EvalSourceSection,
     prompt_key: str,
     built_in: BuiltInTask,
@@ -247,13 +289,14 @@ def _read(
     assert section.path is not None
     if section.path == "gcd":
         return Dataset(built_in.rows(), "prompt", built_in.name)
-    return Dataset.from_path(Path(section.path), prompt_key, section.split, section.subset)
+    image_key = config.data.image_key
+    return Dataset.from_path(Path(section.path), prompt_key, section.split, section.subset, image_key)
 
 
 def _filtered(config: Config, dataset: Dataset, encoder: PromptEncoder) -> Dataset:
     if not config.data.filter_overlong_prompts:
         return dataset
-    return dataset.without_overlong(lambda prompt: len(encoder.encode(prompt)), config.data.max_prompt_length)
+    return dataset.without_overlong(encoder.num_tokens, config.data.max_prompt_length)
 
 
 @dataclass(frozen=True)
@@ -290,12 +333,14 @@ class RunSetup:
             from dora.trainer.teachers import ServerTeacher
         for server in config.distillation.servers:
             ServerTeacher(server, config.distillation.timeout_s)
-        prompts = PromptEncoder(tokenizer, template_of(config))
+        prompts = PromptEncoder(tokenizer, template_of(config), image_reader(tokenizer, model))
         training, held_out = training_prompts(config, out, prompts), held_out_prompts(config, prompts)
         setup = cls(config, out, model, num_parameters, tokenizer, prompts, training, held_out)
-        if not config.data.filter_overlong_prompts:
-            for dataset in setup.datasets:
+        for dataset in setup.datasets:
+            if not config.data.filter_overlong_prompts:
                 setup.check_lengths(dataset)
+            if prompts.images is not None and dataset.has_images:
+                check_images(config)
         setup.check_memory()
         setup.check_start()
         return setup
@@ -397,9 +442,7 @@ class RunSetup:
 
     def check_lengths(self, dataset: Dataset) -> None:
         """Raises DataError for a prompt that is empty or too long."""
-        dataset.check_prompt_lengths(
-            lambda prompt: len(self.prompts.encode(prompt)), self.config.data.max_prompt_length
-        )
+        dataset.check_prompt_lengths(self.prompts.num_tokens, self.config.data.max_prompt_length)
 
     @cached_property
     def limits(self) -> Limits:
@@ -628,9 +671,23 @@ class RunSetup:
         """Token ids of a group's prompt, cached because siblings start one by one."""
 
         def encode(group: GroupId) -> tuple[int, ...]:
-            return tuple(self.prompts.encode(self.source_of(group).prompt(group.row)))
+            dataset = self.source_of(group)
+            images = [self._store_image(image) for image in dataset.images(group.row)]
+            return tuple(self.prompts.encode_with_images(dataset.prompt(group.row), images))
 
         return lru_cache(MAX_CACHED_PROMPTS)(encode)
+
+    def _store_image(self, image: ImageSource) -> list[int]:
+        """The token ids of an image, which is then in the run's folder. Raises DataError."""
+        reader = self.prompts.images
+        assert reader is not None, "the prompts were checked"
+        pixels = reader.pixels(image)
+        return [ImageFolder(self.images_folder).add(pixels)] * (pixels.size // (3 * reader.token_side**2))
+
+    @property
+    def images_folder(self) -> Path:
+        """Where the run keeps the images of its prompts, which engines and trainer read by their ids."""
+        return self.out / IMAGES_FOLDER
 
     def _seed(self, request: RequestId) -> int:
         """64 bits that depend on the run's seed and on the request only.
@@ -695,6 +752,7 @@ class RunSetup:
             backend=kind.backend,
             backend_options=kind.options,
             prefetches_weights=config.weights.load == "deferred",
+            images=self.images_folder,
             num_kv_blocks=config.engine.num_kv_blocks,
             prefill_budget=config.engine.max_prefill_tokens or _PREFILL_TOKENS[is_gpu(config.engine.device)],
             inflight_update=config.orchestrator.update_policy if config.breaks_c1 else None,
@@ -734,6 +792,7 @@ class RunSetup:
             lora=self.lora,
             offload_optimizer=config.trainer.offload_optimizer,
             samples_have_reference="reference" in self.aux_columns,
+            images=self.images_folder,
         )
         return TrainerSpec(
             model=Path(config.model.path),

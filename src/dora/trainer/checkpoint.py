@@ -31,6 +31,8 @@ _TOKENIZER_FILES = (
     "special_tokens_map.json",
     "generation_config.json",
     "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 
 
@@ -88,7 +90,7 @@ def save_checkpoint(
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the tokenizer's files from one model folder to another."""
+    """Copy the files of tokenizer and image processor from one model folder to another."""
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

@@ -119,6 +119,7 @@ class LocalLearner:
             logits_chunk_tokens=settings.logits_chunk_tokens,
             torch_compile=settings.torch_compile,
             activation_checkpointing=settings.activation_checkpointing,
+            images=settings.images,
         )
         reference_policy: Policy | None = None
         if settings.computes_reference:

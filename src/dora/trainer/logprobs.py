@@ -78,7 +78,7 @@ class GroupLogprobs:
             make = policy_class(self._config, self._settings.model)
             policy = self._policy or make(
                 self._config, views, self._settings.temperature, logits_chunk_tokens=chunk,
-                torch_compile=self._settings.torch_compile,
+                torch_compile=self._settings.torch_compile, images=self._settings.images,
             )  # fmt: skip
             self._policy = policy.with_weights(views, None)
 

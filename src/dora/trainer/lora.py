@@ -34,9 +34,10 @@ class LoraSettings:
     targets: tuple[str, ...]
 
     def target_shapes(self, layout: WeightLayout) -> dict[str, tuple[int, ...]]:
-        """Name -> shape [out, in] of the matrices with an adapter."""
+        """Name -> shape [out, in] of the matrices with an adapter; convolutions may have the same names."""
         suffixes = tuple(f".{target}.weight" for target in self.targets)
-        return {name: shape for name, shape in layout.shapes.items() if name.endswith(suffixes)}
+        shapes = layout.shapes.items()
+        return {name: shape for name, shape in shapes if name.endswith(suffixes) and len(shape) == 2}
 
     def adapter_layout(self, layout: WeightLayout) -> MatrixLayout:
         """A [rank, in] and B [out, rank] of each of these matrices, under PEFT's names."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,15 +45,18 @@ class Policy:
         logits_chunk_tokens: int = 256,
         activation_checkpointing: bool = False,
         torch_compile: bool = False,
+        images: Path | None = None,
     ) -> None:
         """At most `logits_chunk_tokens` rows of logits exist at a time.
 
         With `activation_checkpointing` a layer saves its input alone and runs again in the backward pass.
-        `torch_compile` compiles log-probs and, where a kernel for variable lengths exists, layers.
+        `torch_compile` compiles log-probs and, where a kernel for variable lengths exists, layers. `images`
+        is the run's `ImageFolder`, for a model that reads images.
         """
         self._exact_logprobs = exact_logprobs
         self._chunk_tokens = logits_chunk_tokens
         self._torch_compile = torch_compile
+        self._images = images
         self._fuse: Compiler = compiled if torch_compile else uncompiled
         self.config = config
         self.weights = weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,7 @@ class TrainerSettings:
     logits exist at a time. `torch_compile`: see `Policy`. With
     `lora`, adapters are trained instead of the weights. With `offload_optimizer` AdamW's moments of the
     weights are in host memory. With `samples_have_reference` the trainer reads the reference policy's
-    log-probs from its samples.
+    log-probs from its samples. `images` is the run's `ImageFolder`, for prompts with images.
     """
 
     lr: float
@@ -68,6 +69,7 @@ class TrainerSettings:
     lora: LoraSettings | None = None
     offload_optimizer: bool = False
     samples_have_reference: bool = False
+    images: Path | None = None
 
     @property
     def uses_reference(self) -> bool:

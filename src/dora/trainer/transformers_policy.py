@@ -40,20 +40,21 @@ class TransformersPolicy(Policy):
         """The same policy with other weights."""
         other = super().with_weights(weights, exact_logprobs)
         assert isinstance(other, TransformersPolicy)
-        other._model = TransformersModel(self.config, weights, self.device, self._dtype)
+        other._model = TransformersModel(self.config, weights, self.device, self._dtype, self._images)
         return other
 
     def hidden_states(self, batch: PackedBatch, router: Router | None = None) -> Tensor:
         """Final hidden states [M, hidden]. The family's own router chooses experts."""
         assert router is None, "transformers routes by itself"
+        images = self._model.image_features(batch.input_ids, self._run_layer)
         inputs = [batch.input_ids[block] for block in batch.blocks]
-        blocks = [self._model.hidden_states(x, run_layer=self._run_layer) for x in inputs]
+        blocks = [self._model.hidden_states(x, run_layer=self._run_layer, images=images) for x in inputs]
         return torch.cat([x.flatten(0, 1) for x in blocks]).index_select(0, batch.block_indices)
 
     def _prepare(self, activation_checkpointing: bool) -> None:
         self._run_layer = run_checkpointed if activation_checkpointing else run_layer_once
         self._dtype = min((x.dtype for x in self.weights.values()), key=lambda dtype: dtype.itemsize)
-        self._model = TransformersModel(self.config, self.weights, self.device, self._dtype)
+        self._model = TransformersModel(self.config, self.weights, self.device, self._dtype, self._images)
 
     def _token_logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The family's own head; both passes handle a chunk of tokens at a time."""

@@ -11,17 +11,17 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dora.core.types import Chunk, RequestId
+from dora.core.types import FIRST_IMAGE_ID, Chunk, RequestId
 from dora.engine.interface import Capabilities
 from dora.engine.request import Completion, EngineError, Request
+from dora.model.images import ImageFolder
 from dora.model.pretrained import load_config
-from dora.model.transformers_model import TransformersModel
+from dora.model.transformers_model import ModelCache, TransformersModel
 from dora.model.weights import WeightLayout, copy_with_digest
 
 
@@ -30,7 +30,7 @@ class _Row:
     """A request that is being decoded."""
 
     request: Request
-    cache: Any
+    cache: ModelCache
     generator: torch.Generator
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -45,15 +45,25 @@ class Transformers:
         is_seeded=True,
         pauses=True,
         decode_only=1,
+        images=True,
         dtypes=("float32", "bfloat16"),
         devices=("cpu", "cuda"),
     )
     kernels = "transformers"
 
     def __init__(
-        self, *, model: str, max_rows: int, max_context: int, version_slots: int, device: str, dtype: str
+        self,
+        *,
+        model: str,
+        max_rows: int,
+        max_context: int,
+        version_slots: int,
+        device: str,
+        dtype: str,
+        images: Path | None = None,
     ) -> None:
         self._config = load_config(Path(model))
+        self._images = images
         self._layout = WeightLayout(self._config)
         self._device, self._dtype = torch.device(device), getattr(torch, dtype)
         self._max_rows, self._max_context, self._num_slots = max_rows, max_context, version_slots
@@ -88,7 +98,7 @@ class Transformers:
         flat = torch.empty(self._layout.numel, dtype=self._dtype, device=self._device)
         self._digests[version] = copy_with_digest(flat, source)
         self._models[version] = TransformersModel(
-            self._config, self._layout.views(flat), self._device, self._dtype
+            self._config, self._layout.views(flat), self._device, self._dtype, self._images
         )
         return self._digests[version]
 
@@ -177,7 +187,14 @@ class Transformers:
     def _reason_to_reject(self, request: Request) -> str:
         if request.version not in self._digests:
             return f"version {request.version} is not loaded; loaded: {[*self._digests]}"
-        if not all(0 <= token < self._config.vocab_size for token in request.prompt_ids):
+        images = {token for token in request.prompt_ids if token >= FIRST_IMAGE_ID}
+        if images and self._images is None:
+            return "its prompt has images, and the engine got no folder of images"
+        if self._images is not None and (
+            missing := [i for i in images if i not in ImageFolder(self._images)]
+        ):
+            return f"its prompt has the image {missing[0]:08x}, which {self._images} lacks"
+        if not all(0 <= token < self._config.vocab_size for token in {*request.prompt_ids} - images):
             return f"its prompt has token ids outside the vocabulary of {self._config.vocab_size}"
         if request.max_length > self._max_context:
             return f"it may have {request.max_length} tokens, over max_context = {self._max_context}"

@@ -34,6 +34,7 @@ ENGINE_ARGUMENTS = ("model", "max_rows", "max_context", "version_slots", "device
 INFLIGHT_UPDATE = "inflight_update"  # one more argument, under policies that break C1
 POOL = "pool"  # one more argument, for engines that migrate requests with their KV
 NUM_GPUS = "num_gpus"  # one more argument, with several GPUs for each engine
+IMAGES = "images"  # one more argument, for engines that read images
 
 
 def check_backends(config: Config) -> None:
@@ -47,6 +48,16 @@ def check_backends(config: Config) -> None:
     for kind in config.engine_kinds:
         if kind.backend is not None:
             _check_engine(config, kind, kind.backend)
+
+
+def engines_without_images(config: Config) -> list[str]:
+    """The settings of engines that cannot read images; DORA-RL's own engine cannot."""
+    kinds = config.engine_kinds
+    return [
+        f"{kind.key}.backend = {kind.backend or 'dora'}"
+        for kind in kinds
+        if kind.backend is None or not _load_engine(kind.backend, f"{kind.key}.backend").capabilities.images
+    ]
 
 
 def make_engine(spec: EngineSpec) -> InferenceEngine:
@@ -63,6 +74,7 @@ def make_engine(spec: EngineSpec) -> InferenceEngine:
         **({} if spec.inflight_update is None else {INFLIGHT_UPDATE: spec.inflight_update}),
         **({POOL: spec.pool} if _takes_pool(factory) else {}),
         **({} if spec.num_gpus == 1 else {NUM_GPUS: spec.num_gpus}),
+        **({IMAGES: spec.images} if factory.capabilities.images else {}),
         **(spec.backend_options or {}),
     )
     return engine
@@ -112,11 +124,12 @@ def _check_engine(config: Config, kind: EngineKind, backend: str) -> None:
 
 def _check_arguments(config: Config, kind: EngineKind, factory: InferenceFactory, setting: str) -> None:
     """Raises ConfigError if the class does not take the arguments of `make_engine`."""
-    if repeated := kind.options.keys() & {*ENGINE_ARGUMENTS, INFLIGHT_UPDATE, POOL}:
+    if repeated := kind.options.keys() & {*ENGINE_ARGUMENTS, INFLIGHT_UPDATE, POOL, IMAGES}:
         raise ConfigError(f"{setting}: DORA-RL sets {min(repeated)} itself; remove it")
     call = signature(factory)
     own = dict.fromkeys((*ENGINE_ARGUMENTS, INFLIGHT_UPDATE) if config.breaks_c1 else ENGINE_ARGUMENTS)
     own |= {POOL: None} if _takes_pool(factory) else {}
+    own |= {IMAGES: None} if factory.capabilities.images else {}
     given = {**own, **kind.options}
     for bind, arguments, remedy in (
         (call.bind_partial, own, "a backend takes the keywords of dora.engine.interface.InferenceFactory"),

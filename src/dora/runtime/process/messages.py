@@ -60,6 +60,7 @@ class EngineSpec:
     backend: str | None = None  # None: DORA-RL's own engine
     backend_options: Mapping[str, object] | None = None
     prefetches_weights: bool = False
+    images: Path | None = None  # the run's images, for backends that read them
     num_kv_blocks: int | None = None  # None: as many as `max_rows` full rows need
     prefill_budget: int = 512  # prompt tokens per step
     kv_transfer: KVTransfer = "shared"  # through `pool`

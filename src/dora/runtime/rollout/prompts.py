@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dora.core.events import PromptsFetched
 from dora.core.types import GroupId
 from dora.data.dataset import Dataset, GrowingDataset
-from dora.errors import ServiceError
+from dora.errors import DataError, ServiceError
 
 if TYPE_CHECKING:
     from dora.runtime.run_setup import RunSetup
@@ -26,7 +26,13 @@ def check_prompts(setup: RunSetup, rows: Sequence[Mapping[str, Any]]) -> None:
     """
     if not isinstance(setup.dataset, GrowingDataset):
         raise ServiceError(409, NO_UPLOADS)
-    setup.check_lengths(Dataset(rows, setup.dataset.prompt_key, "the uploaded rows"))
+    uploaded = Dataset(rows, setup.dataset.prompt_key, "the uploaded rows", image_key=setup.dataset.image_key)
+    if uploaded.has_images:  # their paths would be those of the driver's machine
+        raise DataError(
+            f"the uploaded rows have images in the column {uploaded.image_key!r}; only a dataset may have "
+            "them: remove the column"
+        )
+    setup.check_lengths(uploaded)
 
 
 class PromptSource:
