@@ -32,7 +32,6 @@ def on_vllm(python: str) -> list[str]:
         f"arguments = {json.dumps(arguments)}}}",
         f"engine.num_engines={NUM_SERVERS}",
         f"engine.version_slots={NUM_SLOTS}",
-        "engine.min_step_time=0ms",
         "orchestrator.balance_running=true",
         "orchestrator.rebalance_interval_s=0.2",
     ]

@@ -63,10 +63,8 @@ max_prompt_length = 8
 group_size = 4
 max_response_length = 60
 [engine]
-kernels = "eager"
 num_engines = 4
 max_num_seqs = 8
-min_step_time = "40ms"
 [reward]
 function = "{reward}:reward"
 timeout_s = 2.0
@@ -85,6 +83,7 @@ heartbeat_timeout_s = 4.0
 trainer_timeout_s = 4.0
 max_restarts = 1000
 """
+OWN_ENGINE = ("engine.kernels=eager", "engine.min_step_time=40ms")
 ALL_KINDS = (*dict.fromkeys((*KINDS, *SERVER_KINDS, RAYLET_KILLED, STORAGE_KILLED)),)
 POLL_S = 0.1  # between two checks of the faults that have not recovered
 RECOVERY_TIMEOUT_S = 240.0  # the backoff of a restart may be a minute, and so may the start of a server
@@ -309,11 +308,11 @@ def main() -> None:
     options = options_of(given)
     scale = SCALES["vllm" if given.vllm_python else given.runtime, options.quick]
     with ExitStack() as stack:
-        kinds, overrides = KINDS, list[str]()
+        kinds, overrides = KINDS, [*OWN_ENGINE]
         if given.runtime == "ray":
             nodes = stack.enter_context(two_nodes())
             kinds = KINDS | kinds_on(nodes)
-            overrides = ["runtime.kind=ray", f"ray.address={nodes.address}"]
+            overrides += ["runtime.kind=ray", f"ray.address={nodes.address}"]
         elif given.vllm_python:
             kinds, overrides = SERVER_KINDS, on_vllm(given.vllm_python)
         if unknown := set(given.kinds or ()) - kinds.keys():

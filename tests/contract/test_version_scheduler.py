@@ -74,14 +74,14 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "vllm.v1.worker.cpu_worker": ["CPUWorker"],
     }
     given = {"Scheduler": Scheduler, "current_platform": SimpleNamespace(is_cpu=lambda: True)}
-    for module, members in names.items():
-        stand_in: Any = ModuleType(module)
+    for name, members in names.items():
+        stand_in: Any = ModuleType(name)
         for member in members:
             setattr(stand_in, member, given.get(member, type(member, (), {})))
-        monkeypatch.setitem(sys.modules, module, stand_in)
+        monkeypatch.setitem(sys.modules, name, stand_in)
     monkeypatch.syspath_prepend(PLUGINS)
     before = {*sys.modules}
-    module = importlib.import_module("dora_vllm_versions")
+    module: Any = importlib.import_module("dora_vllm_versions")
     tested = module.VersionScheduler()
     tested._turns = module.VersionTurns(turn_steps=1)
     yield tested

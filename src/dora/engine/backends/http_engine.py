@@ -65,7 +65,7 @@ class StreamDelta(NamedTuple):
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: str | None = None
-    weight_spans: Sequence[Mapping[str, object]] | None = None
+    weight_spans: Sequence[Mapping[str, Any]] | None = None
 
 
 @dataclass(eq=False)
@@ -650,7 +650,7 @@ class HttpEngine(ABC):
     def _chunks_of(self, running: ServerRequest, last: StreamDelta, num_generated: int) -> list[Chunk]:
         """The chunks of a response. Raises RunError if other weights may have generated its tokens (C1)."""
         request, spans = running.request, last.weight_spans or ()
-        ends = [0, *(span.get("end") for span in spans)]
+        ends: list[Any] = [0, *(span.get("end") for span in spans)]
         chunks = [self._chunk_of(request, str(span.get("version"))) for span in spans]
         is_whole = ends[-1] == num_generated and [span.get("start") for span in spans] == ends[:-1]
         if None in chunks or not is_whole:

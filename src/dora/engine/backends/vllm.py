@@ -192,9 +192,14 @@ class Vllm(HttpEngine):
         if url is not None:
             server.call("/abort_requests", {})  # requests of other clients
             server.call("/resume", {})
-        sizes_of = {"max_rows": max_rows, "max_context": max_context}
         super().__init__(
-            server, model=model, dtype=dtype, silence_s=silence_s, inflight_update=inflight_update, **sizes_of
+            server,
+            model=model,
+            max_rows=max_rows,
+            max_context=max_context,
+            dtype=dtype,
+            silence_s=silence_s,
+            inflight_update=inflight_update,
         )
         if url is not None:
             self._call_workers("dora_drop_all_versions")
