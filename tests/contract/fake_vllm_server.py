@@ -23,7 +23,7 @@ import torch
 
 from dora.engine.backends.server_plugins import dora_kv_files as kv_files
 from dora.engine.backends.server_plugins.dora_digest import safetensors_digest
-from dora.engine.backends.server_plugins.dora_vllm import KEEP
+from dora.engine.backends.server_plugins.dora_vllm import KEEP, PROTOCOL
 
 AUTH_TOKEN = "of this server"
 KV_LAYOUT = ["of this version", "1"]
@@ -88,6 +88,7 @@ class FakeVllmServer(ThreadingHTTPServer):
     holds_after: hold back an answer after this many events until it is aborted.
     ignored_aborts: ignore this many calls that abort requests.
     weight_spans: report these weights for every answer.
+    info: report this of the worker.
     digests: report these digests of loaded weights.
     rejected_loads: reject this many loads.
     holds_loads: load nothing while this fault is there.
@@ -182,7 +183,8 @@ class Handler(BaseHTTPRequestHandler):
             case "/collective_rpc" if body["method"] == "dora_info":
                 (info,) = recorded_response("dora_info")["results"]
                 info |= {"kv_layout": KV_LAYOUT} if "kv" in self.server.faults else {}
-                self._send_json(200, {"results": [info | {"version_slots": self.server.version_slots}]})
+                info |= {"version_slots": self.server.version_slots, "protocol": PROTOCOL}
+                self._send_json(200, {"results": [info | self.server.faults.get("info", {})]})
             case "/dora/decode_only":
                 self.server.decode_only += body["arguments"]
                 self._send_json(200, {})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -30,6 +30,11 @@ class Waiting:
     is_blocked: bool = False
     max_tokens: int = 10
     num_output_tokens: int = 0
+    num_computed_tokens: int = 0
+    block_hashes: list[str] = field(default_factory=list)
+
+    def update_block_hashes(self) -> None:
+        self.block_hashes.append(self.cache_salt)
 
 
 class Queue(list[Waiting]):
@@ -122,12 +127,20 @@ def test_prioritized_requests_run_alone_unless_none_of_them_can(scheduler: Any) 
 
 def test_requests_continue_with_the_newest_version_except_those_that_keep_theirs(scheduler: Any) -> None:
     """So do requests that arrive later, for a version that is dropped meanwhile."""
-    add(scheduler, Waiting("a1", "a"), Waiting("a2", "a#keep"))
+    running, waiting = Waiting("a1", "a", num_computed_tokens=5, block_hashes=["a"]), Waiting("a3", "a")
+    add(scheduler, running, Waiting("a2", "a#keep"))
     assert [scheduler.schedule().names for _ in range(2)] == [["a1", "a2"]] * 2
     scheduler.newest_version = "b"
-    add(scheduler, Waiting("a3", "a"))
+    add(scheduler, waiting)
     steps = [scheduler.schedule() for _ in range(2)]
     assert {step.dora_version: step.names for step in steps} == {"a": ["a2"], "b": ["a1", "a3"]}
+    assert (running.block_hashes, waiting.block_hashes) == (["a"], ["b"]), "the KV that they may share"
+
+
+def test_a_version_without_anything_to_run_ends_its_turn(scheduler: Any) -> None:
+    scheduler._turns = type(scheduler._turns)(turn_steps=8)
+    add(scheduler, Waiting("a1", "a", is_blocked=True), Waiting("b1", "b"))
+    assert [scheduler.schedule().names for _ in range(3)] == [[], ["b1"], ["b1"]]
 
 
 def test_weights_of_another_version_end_the_server(scheduler: Any) -> None:

@@ -613,6 +613,29 @@ def test_requests_continue_with_a_newer_version_except_held_out_ones(make: Make,
     engine.drop(0)
 
 
+@pytest.mark.parametrize("policy", ["partial", "inflight"])
+def test_a_request_that_is_late_for_its_version_starts_with_the_newest_one(make: Make, policy: str) -> None:
+    """The driver sends it before it knows that the newer version is loaded, and drops the older one."""
+    engine, _ = make(version_slots=2, num_slots=2, inflight_update=policy)
+    for version in range(2):
+        engine.load(version, version_weights(version))
+    engine.submit([make_request(0, version=0)])
+    engine.drop(0)
+    assert [answer.version for answer in run(engine)] == [1]
+
+
+def test_an_engine_that_attaches_ends_what_the_last_one_has_set(make: Make, tmp_path: Path) -> None:
+    _, server = make(version_slots=2, num_slots=2)
+    server.newest, server.decode_only = "of the last engine", [["of the last engine"]]
+    engine_at(server.url, tmp_path / "model", version_slots=2)
+    assert (server.newest, server.decode_only[-1]) == ("", [])
+
+
+def test_a_server_with_plugins_of_another_version_is_rejected(make: Make) -> None:
+    with pytest.raises(EngineError, match="has the plugins of another version of DORA-RL: start it again"):
+        make(info={"protocol": 1})
+
+
 def test_the_weights_of_a_version_that_the_engine_does_not_know_end_it(make: Make) -> None:
     engine, server = make(version_slots=2, num_slots=2, inflight_update="inflight")
     engine.load(0, version_weights(0))
@@ -626,6 +649,7 @@ def test_requests_near_their_deadline_are_named_to_the_server(make: Make) -> Non
     """By their ids there, also of those that start later."""
     engine, server = make(version_slots=2, num_slots=2, holds=True)
     engine.load(0, version_weights(0))
+    server.decode_only.clear()  # what an attached engine resets
     requests = [make_request(number, prompt_ids=(1 + number,)) for number in range(MAX_ROWS + 1)]
     engine.submit(requests)
     engine.step()

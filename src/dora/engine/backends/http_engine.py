@@ -259,6 +259,9 @@ class HttpEngine(ABC):
         """Continue all requests but held-out ones with the newest version."""
         newest = max(self._digests)
         self._waiting = deque(_with_version(request, newest) for request in self._waiting)
+        self._completions = [
+            each if each.id.is_held_out else replace(each, version=newest) for each in self._completions
+        ]
         older = [each for each in self._running.values() if each.request.version < newest]
         older = [each for each in older if not each.request.id.is_held_out]
         for running in older:
@@ -306,6 +309,10 @@ class HttpEngine(ABC):
         del self._digests[version], self._labels[version]
 
     def submit(self, requests: Sequence[Request]) -> None:
+        """With `inflight_update`, requests of an older version start with the newest one."""
+        if self._inflight_update is not None and self._digests:
+            newest = max(self._digests)
+            requests = [r if r.version > newest else _with_version(r, newest) for r in requests]
         reasons = {request.id: self._reason_to_reject(request) for request in requests}
         self._waiting += [request for request in requests if not reasons[request.id]]
         if rejected := {id: reason for id, reason in reasons.items() if reason}:

@@ -50,6 +50,7 @@ from dora.engine.backends.server_plugins.dora_vllm import (
     CONTINUE_PATH,
     DECODE_ONLY_PATH,
     KEEP,
+    PROTOCOL,
     TOKEN_VARIABLE,
 )
 from dora.engine.interface import Capabilities
@@ -201,10 +202,13 @@ class Vllm(HttpEngine):
             silence_s=silence_s,
             inflight_update=inflight_update,
         )
-        if url is not None:
-            self._call_workers("dora_drop_all_versions")
         infos = self._call_workers("dora_info")
         info = infos[0]
+        if info.get("protocol") != PROTOCOL:
+            raise EngineError(
+                f"{server} has the plugins of another version of DORA-RL: start it again with those in "
+                f"{Path(__file__).parent / 'server_plugins'}"
+            )
         if info["dtype"] != dtype:
             raise EngineError(f"{server} computes in {info['dtype']}; set engine.dtype to that")
         if (num_slots := info["version_slots"]) < version_slots:
@@ -213,6 +217,11 @@ class Vllm(HttpEngine):
                 "the flags for several versions in docs/vllm.md"
             )
         self.num_slots, self._is_multi_version = version_slots, num_slots > 1
+        if url is not None:  # another engine may have used the server
+            self._call_workers("dora_drop_all_versions")
+            if self._is_multi_version:
+                server.call(CONTINUE_PATH, {"arguments": [""]})
+                server.call(DECODE_ONLY_PATH, {"arguments": [[]]})
         self._prioritized: frozenset[RequestId] = frozenset()
         self.kernels = f"vLLM {version} on {info['device']}"
         if pool is not None and info.get("kv_layout"):
@@ -263,6 +272,8 @@ class Vllm(HttpEngine):
         label = self._labels.get(version, "")
         super().drop(version)
         self._wait_for_dropped_versions()
+        if self._inflight_update == "inflight" and self._digests:
+            self._keep_kv(max(self._digests))  # the dropped one may have been the newest
         self._drop_from_server(label)
 
     def _drop_from_server(self, label: str) -> None:

@@ -32,6 +32,7 @@ from dora.weights.store import Prefetcher, VersionSource, WeightStore
 if TYPE_CHECKING:
     from dora.engine.engine import Engine
 
+LOAD_ERRORS = (EngineError, ModelError, OSError, RuntimeError)  # a file is missing or damaged
 Heartbeats = Callable[[], AbstractContextManager[None]]
 IDLE_WAIT_S = 0.25  # for a message, without any work
 MIN_POLL_WAIT_S = 0.0001  # for a message, while only migrations or a weight load are in progress
@@ -314,7 +315,7 @@ class WeightLoader:
         try:
             with self._heartbeats():
                 digest = self._copy(version)
-        except (EngineError, ModelError, OSError, RuntimeError) as error:  # a file is missing or damaged
+        except LOAD_ERRORS as error:
             self._replies.append(m.LoadRejected(version, str(error)))
             return
         stop_s = time.perf_counter() - start_s if was_decoding else 0.0
@@ -364,7 +365,7 @@ class WeightLoader:
         try:
             with self._heartbeats():
                 computed = digest.result()
-        except (EngineError, ModelError, OSError) as error:
-            self._replies.append(m.LoadRejected(version, str(error)))
-            return
-        self._replies.append(m.WeightsLoaded(version, engine.activate(version, computed), stop_s))
+            reply: object = m.WeightsLoaded(version, engine.activate(version, computed), stop_s)
+        except LOAD_ERRORS as error:
+            reply = m.LoadRejected(version, str(error))
+        self._replies.append(reply)

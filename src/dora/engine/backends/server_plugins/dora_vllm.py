@@ -18,6 +18,7 @@ TOKEN_VARIABLE = "DORA_VLLM_TOKEN"
 # Calls of `dora_vllm_versions`: POST {"arguments": [...]}.
 DECODE_ONLY_PATH, CONTINUE_PATH = "/dora/decode_only", "/dora/continue_with"
 UTILITIES = {DECODE_ONLY_PATH: "dora_decode_only", CONTINUE_PATH: "dora_continue_with"}
+PROTOCOL = 2  # of the calls of this folder's modules
 KEEP = "#keep"  # at the end of a request's `cache_salt`: it keeps its version
 
 AsgiMessage = MutableMapping[str, Any]
@@ -40,6 +41,7 @@ class WorkerExtension:
             "dtype": str(self.model_runner.dtype).removeprefix("torch."),
             "kv_layout": [] if connector is None else connector.layout,
             "version_slots": 1,
+            "protocol": PROTOCOL,
         }
 
     def dora_load_weights(self, version: str, path: str) -> str:

@@ -182,8 +182,8 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         unfinished = [*self.running, *self.kv_holding_waiting, *self.waiting]
         if self.newest_version:
             for request in unfinished:
-                if not request.cache_salt.endswith(KEEP):
-                    request.cache_salt = self.newest_version
+                if not request.cache_salt.endswith((KEEP, self.newest_version)):
+                    self._continue(request)
         chosen, prioritized = unfinished, [request for request in unfinished if self._is_prioritized(request)]
         if prioritized and self._may_prioritize:
             chosen = prioritized + [request for request in unfinished if _is_halting(request)]
@@ -197,6 +197,13 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         # The others have all rows or all KV blocks: let them run for a step.
         self._may_prioritize = chosen is unfinished or output.total_num_scheduled_tokens > 0
         return output
+
+    def _continue(self, request: Any) -> None:
+        """Let a request continue with the newest version. One without KV shares that of the new weights."""
+        request.cache_salt = self.newest_version
+        if not request.num_computed_tokens:
+            request.block_hashes.clear()
+            request.update_block_hashes()
 
     def _is_prioritized(self, request: Any) -> bool:
         """vLLM appends random characters to a client's id."""
