@@ -55,9 +55,10 @@ def test_an_environment_needs_a_plain_close_method(tmp_path: Path, close: str) -
         load_environment(f"{file}:Open")
 
 
-def test_an_environment_with_snapshots_can_restore_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("restore", ["", "    async def restore(self, state): ...\n"])
+def test_an_environment_with_snapshots_can_restore_them(tmp_path: Path, restore: str) -> None:
     file = tmp_path / "stored.py"
-    methods = "    def snapshot(self): ...\n"
+    methods = f"    def snapshot(self): ...\n{restore}"
     file.write_text(f"from dora.envs.base import Environment\nclass Stored(Environment):\n{methods}")
     with pytest.raises(EnvError, match="it also needs a method `def restore`"):
         load_environment(f"{file}:Stored")

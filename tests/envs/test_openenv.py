@@ -20,9 +20,14 @@ class Client:
     """Counts down, as a session of OpenEnv does."""
 
     def __init__(self) -> None:
-        self.is_closed = False
+        self.is_closed, self.has_connection = False, True
+
+    async def disconnect(self) -> None:
+        self.has_connection = True  # the next call connects again
 
     async def reset(self, *, seed: int, start: int) -> Any:
+        if not self.has_connection:
+            raise ConnectionError
         self.seed, self.left = seed, start
         return SimpleNamespace(observation={"left": start}, reward=None, done=False)
 
@@ -57,6 +62,8 @@ def test_a_session_is_an_episode() -> None:
         assert await environment.reset({"start": 4, "seed": 1}, 7) == "4:"
         assert await environment.step("one") == Step("", 0.0, True)
         assert client.seed == 1
+        client.has_connection = False
+        assert await environment.reset({"start": 5}, 7) == "5:"
         environment.close()
         await run_ready_tasks()
         assert client.is_closed

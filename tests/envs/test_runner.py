@@ -71,7 +71,7 @@ def test_a_snapshot_that_is_too_large_or_is_not_there_fails_the_episode() -> Non
     async def run() -> None:
         failed = await RecordedRunner(Large).start("e")
         assert isinstance(failed, EnvFailure)
-        assert failed.reason == "environment snapshot has 1048577 bytes, more than 1048576"
+        assert failed.reason == "environment snapshot has 1048577 bytes, more than 1048576: keep less state"
         failed = await RecordedRunner().restore("e", b"{}")
         assert isinstance(failed, EnvFailure)
         assert "environment has no method restore" in failed.reason

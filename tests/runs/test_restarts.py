@@ -43,7 +43,7 @@ def test_a_killed_engine_is_restarted_and_generates(start_run: StartRun) -> None
     run.workers()[0].kill()
     run.wait_until(lambda: has_finished_a_request(run, 2), "a completion of the new engine")
     out = stop(run)
-    lost = "engine 0 lost (killed by SIGKILL): its requests restart on other engines"
+    lost = "engine 0 lost (killed by SIGKILL): its requests continue on other engines"
     assert f"{lost}; restarting in 1 s\n" in out
     assert "starting engine 2 in place of engine 0\n" in out
     assert "engine 2 joined\n" in out

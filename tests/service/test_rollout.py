@@ -172,8 +172,9 @@ def test_a_container_is_started_for_each_command_and_removed(
     ends, model = roll_out(run, AGENT + "print(0.5)", 1, image="image:1")
     assert (ends, rewards(model)) == (Counter(rewarded=1), [0.5])
     started, removed = (docker.parent / "calls").read_text().splitlines()
-    assert started.startswith("run --rm --init --name dora-")
-    assert removed.split() == ["rm", "--force", started.split()[4]]
+    assert started.startswith("run --rm --init --cap-drop ALL --security-opt no-new-privileges --name dora-")
+    name = started.split("--name ")[1].split()[0]
+    assert removed.split() == ["rm", "--force", name]
     assert "--network host --env OPENAI_BASE_URL --env OPENAI_API_KEY" in started
     assert "DORA_REWARD_FILE" not in started
     assert Address.of_run(run.setup.out).token not in started

@@ -73,7 +73,7 @@ def load_environment(name: str) -> Callable[[], Environment]:
     """The class "file.py:Class" or "package.module:Class", or a function that makes such objects.
 
     Raises EnvError if it does not exist, if `reset` or `step` is not a coroutine, or `close` is one, or if it
-    has one of `snapshot` and `restore`.
+    has one of `snapshot` and `restore`, or a coroutine of this name.
     """
     make: Callable[[], Environment] = load_attribute(name, "env.environment", EnvError)
     if inspect.isclass(make):
@@ -83,9 +83,10 @@ def load_environment(name: str) -> Callable[[], Environment]:
         close = getattr(make, "close", None)
         if not callable(close) or inspect.iscoroutinefunction(close):
             raise EnvError(f"env.environment = {name!r}: it needs a method `def close`")
-        if hasattr(make, "snapshot") != hasattr(make, "restore"):
-            missing = "restore" if hasattr(make, "snapshot") else "snapshot"
-            raise EnvError(f"env.environment = {name!r}: it also needs a method `def {missing}`")
+        own = [method for method in ("snapshot", "restore") if hasattr(make, method)]
+        for method in ("snapshot", "restore") if own else ():
+            if method not in own or inspect.iscoroutinefunction(getattr(make, method)):
+                raise EnvError(f"env.environment = {name!r}: it also needs a method `def {method}`")
     return make
 
 

@@ -23,6 +23,7 @@ class OpenEnvEnvironment(Environment):
         With a URL both are dicts. Raises EnvError if the library is missing.
         """
         self.client = _connect(server) if isinstance(server, str) else server
+        self._was_reset = False
         self._closing: asyncio.Task[None] | None = None
 
     def to_text(self, observation: Any) -> Observation:
@@ -39,7 +40,15 @@ class OpenEnvEnvironment(Environment):
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Start an episode. A column `seed` of the row replaces `seed`, so each row is another episode."""
-        result = await self.client.reset(seed=row.get("seed", seed), **self.to_options(row))
+        options = {"seed": row.get("seed", seed), **self.to_options(row)}
+        try:
+            result = await self.client.reset(**options)
+        except Exception:
+            if not self._was_reset:
+                raise
+            await self.client.disconnect()  # the connection was lost after an earlier episode
+            result = await self.client.reset(**options)
+        self._was_reset = True
         return self.to_text(result.observation)
 
     async def step(self, action: str) -> Step:

@@ -207,7 +207,9 @@ def _encode_state(environment: Environment, rewards: Sequence[float]) -> bytes:
         return b""
     snapshot = environment.snapshot()
     if len(snapshot) > MAX_SNAPSHOT_BYTES:
-        raise Fault(f"environment snapshot has {len(snapshot)} bytes, more than {MAX_SNAPSHOT_BYTES}")
+        raise Fault(
+            f"environment snapshot has {len(snapshot)} bytes, more than {MAX_SNAPSHOT_BYTES}: keep less state"
+        )
     return json.dumps({"rewards": [*rewards], "snapshot": base64.b64encode(snapshot).decode()}).encode()
 
 
@@ -216,6 +218,8 @@ def _restore(environment: Environment, state: bytes) -> list[float]:
     if not isinstance(environment, SupportsSnapshots):
         raise Fault("environment has no method restore, and its episode was stored with a snapshot")
     fields = json.loads(state)
-    environment.restore(base64.b64decode(fields["snapshot"]))
+    restored: object = environment.restore(base64.b64decode(fields["snapshot"]))  # type: ignore[func-returns-value]
+    if restored is not None:
+        raise Fault("environment returned something from restore, which must be `def`, without a result")
     rewards: list[float] = fields["rewards"]
     return rewards

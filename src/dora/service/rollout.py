@@ -27,6 +27,7 @@ from dora.service.client import RETRY_STATUSES, Address, AsyncClient
 from dora.text import plural
 
 OPEN_WAIT_S = 30.0  # of one request for an episode; it is repeated until the run ends
+REMOVAL_S = 30.0  # for a container
 REPORT_S = 10.0  # between two lines about the progress
 FOLDER = "rollouts"  # in the folder of the run: the output of each command
 MAX_TAIL_BYTES = 4096  # of an output whose last line may be the reward
@@ -147,8 +148,8 @@ class Rollout:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # also what the command has left behind
             await waiter
-            if self.image is not None:
-                await _remove_container(container)
+            if self.image is not None and not await _remove_container(container):
+                self.report(f"docker rm {container} takes over {REMOVAL_S:g} s: remove the container")
         if process.returncode != 0:
             return CommandEnd(failure=f"exit status {process.returncode}")
         return CommandEnd(_read_reward(reward_file, output))
@@ -164,9 +165,8 @@ class Rollout:
         except ServiceError as error:
             if error.status != 400:
                 raise
-            raise InputError(
-                f"{error}: let the command print its reward as the last line, or write it to DORA_REWARD_FILE"
-            ) from error
+            other = "" if self.image else ", or write it to DORA_REWARD_FILE"
+            raise InputError(f"{error}: let the command print its reward as the last line{other}") from error
         return "rewarded" if end.reward is not None else "scored by the run", num_turns
 
     async def _report_progress(self, ends: Counter[str]) -> None:
@@ -202,17 +202,24 @@ def docker_command(
     """
     names = [name for name in environment if name != "DORA_REWARD_FILE"]
     variables = [part for name in names for part in ("--env", name)]
-    options = ["--rm", "--init", "--name", container, "--network", "host", *variables]
+    limits = ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+    options = ["--rm", "--init", *limits, "--name", container, "--network", "host", *variables]
     return ["docker", "run", *options, image, *command]
 
 
-async def _remove_container(container: str) -> None:
-    """Kill a container whose client was killed; one that has ended is not there any more."""
+async def _remove_container(container: str) -> bool:
+    """Kill a container whose client was killed; one that has ended is not there. False if Docker hangs."""
     null = asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(
         "docker", "rm", "--force", container, stdin=null, stdout=null, stderr=null
     )
-    await process.wait()
+    try:
+        async with asyncio.timeout(REMOVAL_S):
+            await process.wait()
+            return True
+    except TimeoutError:
+        process.kill()
+        return False
 
 
 def describe(ends: Counter[str]) -> str:

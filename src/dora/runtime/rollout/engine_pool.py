@@ -276,7 +276,7 @@ class EnginePool:
             self.last_loss = f"{reason}\n{traceback}".rstrip()
             short_reason = reason.removeprefix(f"{loss.worker.name} ").removeprefix("was ")
             self._notice(
-                f"engine {engine} lost ({short_reason}): its requests restart on other engines"
+                f"engine {engine} lost ({short_reason}): its requests continue on other engines"
                 f"{self._describe_restart(slot, loss)}"
             )
             kept_tokens = self._sample_book.partial_outputs.lengths(unfinished)

@@ -164,13 +164,9 @@ class PartialOutputs:
             return
         os.write(self._file, data)
         self._num_bytes += len(data)
-        if self._num_bytes > max(_MIN_FILE_BYTES, 4 * self._num_live_bytes()):
+        if self._num_bytes > max(_MIN_FILE_BYTES, 4 * self._num_rewritten):
             self.close()
             self._rewrite()
-
-    def _num_live_bytes(self) -> int:
-        num_bytes = sum(_TOKEN_BYTES * len(part.token_ids) for part in self._parts.values())
-        return num_bytes + sum(len(episode.state) for episode in self._episodes.values())
 
     def _rewrite(self) -> None:
         """Write a file without the records of finished requests, and append to it from now on."""
@@ -180,7 +176,7 @@ class PartialOutputs:
         draft.write_bytes(data)
         os.replace(draft, self._path)
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        self._num_bytes = len(data)
+        self._num_bytes = self._num_rewritten = len(data)
 
 
 def _record(part: OutputPart) -> bytes:
