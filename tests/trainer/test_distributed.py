@@ -34,6 +34,7 @@ from dora.trainer.distributed import DistributedLearner, RankGroup, ShardedRank,
 from dora.trainer.lora import LoraSettings
 from dora.trainer.optimizer import ShardedAdamW
 from dora.trainer.packing import split_mini_batches
+from dora.trainer.recipe import ModelImplementation
 from dora.trainer.trainer import Sample, Trainer, TrainerSettings
 
 TIMEOUT_S = 30.0
@@ -159,11 +160,15 @@ def test_a_rank_reads_the_columns_of_its_samples_in_the_stream(group: RankGroup)
     assert relative_gap(first_moment(two), first_moment(one)) < 1e-6
 
 
-def test_two_ranks_have_the_gradient_of_one_for_a_mixture_of_experts(group: RankGroup) -> None:
-    two, one = make_trainers(group, PLAIN, CONFIGS["qwen3_moe-mixed"])
+@pytest.mark.parametrize("model", ["dora", "transformers"])
+def test_two_ranks_have_the_gradient_of_one_for_a_mixture_of_experts(
+    group: RankGroup, model: ModelImplementation
+) -> None:
+    two, one = make_trainers(group, replace(PLAIN, model=model), CONFIGS["qwen3_moe-mixed"])
     got, expected = two.step(samples()), one.step(samples())
     assert relative_gap(first_moment(two), first_moment(one)) < 1e-5
-    assert got["moe/load_imbalance"] == pytest.approx(expected["moe/load_imbalance"])
+    assert ("moe/load_imbalance" in got) == (model == "dora")
+    assert got == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("changes", [{}, {"lora": 2}, {"dtype": "bfloat16"}], ids=["", "lora", "bf16"])

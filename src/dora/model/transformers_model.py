@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -33,6 +34,7 @@ from dora.model.weights import layer_of
 _NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 _REASON_CHARACTERS = 200
 _HEAD = "head"  # the group of the weights outside the backbone
+STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")  # of a layer: [experts, ...]
 _OTHER_INPUTS = ("vision_config", "audio_config")
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -235,7 +237,7 @@ class TransformersModel:
             group = layer_of(name) or ("" if name.startswith(f"{place}.") else _HEAD)
             names_of.setdefault(group, []).append(name)
         self._bound = {
-            group: _Binding([(*_place(model, name), names[name]) for name in own], weights, dtype)
+            group: _Binding([_weight(model, config, name, names[name]) for name in own], weights, dtype)
             for group, own in names_of.items()
         }
         self._layers: list[_Layer] = []
@@ -350,24 +352,28 @@ class TransformersModel:
         return ModelCache(DynamicCache(config=self._head.config))
 
 
+class _Weight(NamedTuple):
+    """Where a module keeps a weight, under which key, and the tensors of the flat buffer that it stacks."""
+
+    tensors: dict[str, Any]
+    key: str
+    names: Sequence[str]
+    shape: torch.Size
+
+
 class _Binding:
     """Gives modules their weights, in a dtype that they compute in, while a `with` block runs."""
 
-    def __init__(
-        self,
-        places: Sequence[tuple[dict[str, Any], str, str]],
-        weights: Mapping[str, Tensor],
-        dtype: torch.dtype,
-    ) -> None:
-        """Of each weight: where a module keeps it, under which key, and its name in `weights`."""
-        self._places, self._weights, self._dtype = places, weights, dtype
+    def __init__(self, bound: Sequence[_Weight], weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        self._bound, self._weights, self._dtype = bound, weights, dtype
 
     def __enter__(self) -> None:
-        for tensors, key, name in self._places:
-            tensors[key] = self._weights[name].to(self._dtype)  # a copy carries the gradient back
+        for tensors, key, names, shape in self._bound:
+            parts = [self._weights[name].to(self._dtype) for name in names]  # copies carry the gradient back
+            tensors[key] = parts[0] if len(parts) == 1 else torch.cat(parts).view(shape)
 
     def __exit__(self, *_: object) -> None:
-        for tensors, key, _name in self._places:
+        for tensors, key, *_rest in self._bound:
             tensors[key] = None
 
 
@@ -486,6 +492,19 @@ def _place(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     module = model.get_submodule(path)
     tensors: Any = module._parameters if key in module._parameters else module._buffers
     return tensors, key
+
+
+def _weight(model: nn.Module, config: ModelConfig, name: str, first: str) -> _Weight:
+    """A weight of a model by its name and the first of its names.
+
+    A family of the own decoder has a tensor for each expert in the flat buffer, in this order.
+    """
+    tensors, key = _place(model, name)
+    names, stacked = [first], STACKED_EXPERTS.fullmatch(name)
+    if stacked is not None and not isinstance(config, TransformersConfig):
+        experts, kinds = range(config.num_experts), stacked[2].split("_")
+        names = [f"{stacked[1]}.{i}.{kind}_proj.weight" for i in experts for kind in kinds]
+    return _Weight(tensors, key, names, tensors[key].shape)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

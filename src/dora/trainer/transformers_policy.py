@@ -18,13 +18,9 @@ from dora.trainer.recipe import ModelImplementation
 
 
 def policy_class(config: ModelConfig, implementation: ModelImplementation = "auto") -> type[Policy]:
-    """The policy of a model under this `trainer.model`.
-
-    Experts of an own family are separate tensors, and transformers stacks them, so these stay with the own
-    decoder.
-    """
-    is_chosen = implementation == "transformers" and not config.moe_layers
-    return TransformersPolicy if is_chosen or isinstance(config, TransformersConfig) else Policy
+    """The policy of a model under this `trainer.model`."""
+    is_chosen = implementation == "transformers" or isinstance(config, TransformersConfig)
+    return TransformersPolicy if is_chosen else Policy
 
 
 class TransformersPolicy(Policy):
@@ -33,6 +29,8 @@ class TransformersPolicy(Policy):
     Sequences are rows of a block, padded on the right, where causality hides the padding. So attention,
     sliding windows and linear attention need no mask and no support of packed sequences by the family.
     """
+
+    takes_router = False
 
     def with_weights(
         self, weights: Mapping[str, Tensor], exact_logprobs: BatchLogprobs | None
@@ -45,7 +43,7 @@ class TransformersPolicy(Policy):
 
     def hidden_states(self, batch: PackedBatch, router: Router | None = None) -> Tensor:
         """Final hidden states [M, hidden]. The family's own router chooses experts."""
-        assert router is None, "transformers routes by itself"
+        assert router is None, "see `takes_router`"
         images = self._model.image_features(batch.input_ids, self._run_layer)
         inputs = [batch.input_ids[block] for block in batch.blocks]
         blocks = [self._model.hidden_states(x, run_layer=self._run_layer, images=images) for x in inputs]
