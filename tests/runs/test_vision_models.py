@@ -97,7 +97,6 @@ def test_a_model_that_reads_images_is_trained_and_audited(tmp_path: Path, start_
     ("changes", "message"),
     [
         ({"engine.backend": "vllm"}, "not supported by engine.backend = vllm: set engine.backend = transf"),
-        ({"trainer.num_ranks": "2"}, "trainer.num_ranks = 2: .* vision tower .* set trainer.num_ranks = 1"),
         ({"algorithm.adv_estimator": "gae"}, "not supported by algorithm.adv_estimator = gae"),
         ({"data.max_prompt_length": "9"}, "line 1: the prompt has 13 tokens; must be"),
         ({"data.image_key": "colour"}, "prompts.jsonl, line 1: .*/red does not exist"),

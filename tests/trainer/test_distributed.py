@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from tests.model.families import CONFIGS, random_weights
 from tests.model.transformers_families import save_tiny
+from tests.model.vision_models import END_TOKEN, START_TOKEN, VISION, random_image, save_tiny_vision
 from tests.trainer.batches import (
     CPU,
     SETTINGS,
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from dora.errors import RunError
 from dora.model.config import ModelConfig
+from dora.model.images import ImageFolder
 from dora.model.pretrained import load_pretrained
 from dora.model.weights import WeightLayout
 from dora.trainer.distributed import DistributedLearner, RankGroup, ShardedRank, fsdp_units, read_moments
@@ -190,6 +192,23 @@ def test_two_ranks_train_what_one_trains_of_a_model_of_transformers(
     assert relative_gap(*moved) < (0.2 if settings.dtype == "bfloat16" else 1e-3)
     if not settings.lora:
         assert relative_gap(first_moment(two), first_moment(one)) < tolerance
+
+
+@pytest.mark.parametrize("kind", VISION)
+def test_two_ranks_train_what_one_trains_of_a_model_that_reads_images(
+    group: RankGroup, kind: str, tmp_path: Path
+) -> None:
+    """Some micro-batches have images on one rank only, or on none."""
+    config, flat = load_pretrained(save_tiny_vision(kind, tmp_path))
+    pixels = random_image(2, 2, seed=0)
+    image = [START_TOKEN, *[ImageFolder(tmp_path / "images").add(pixels)] * 4, END_TOKEN]
+    batch = samples(13)
+    for i in (1, 5):
+        batch[i] = replace(batch[i], prompt_ids=[*image, *batch[i].prompt_ids])
+    two, one = make_trainers(group, replace(EVERY_TERM, images=tmp_path / "images"), config, flat=flat)
+    got, expected = two.step(batch), one.step(batch)
+    assert got == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert relative_gap(first_moment(two), first_moment(one)) < 1e-4
 
 
 def test_bf16_steps_of_two_ranks_follow_those_of_one(group: RankGroup) -> None:

@@ -51,7 +51,7 @@ class ImageFolder:
     def read(self, id: int) -> Pixels:
         """The pixels of an image. Raises ModelError if its file is missing or damaged."""
         try:
-            pixels: Pixels = np.load(self._file(id))
+            pixels: Pixels = np.load(self._file(id), allow_pickle=False)
         except (OSError, EOFError, ValueError) as error:
             raise ModelError(f"{self._file(id)} cannot be read: {error}; restore the file") from error
         return pixels

@@ -20,6 +20,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -28,7 +29,7 @@ from dora.core.types import FIRST_IMAGE_ID
 from dora.errors import ModelError
 from dora.model.config import LENGTH_DEPENDENT_ROPE, ModelConfig, TransformersConfig, VisionConfig
 from dora.model.decoder import LayerRunner, run_layer_once
-from dora.model.images import ImageFolder, patch_grid, to_patches
+from dora.model.images import ImageFolder, Pixels, patch_grid, to_patches
 from dora.model.weights import layer_of
 
 _NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
@@ -37,6 +38,7 @@ _HEAD = "head"  # the group of the weights outside the backbone
 STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")  # of a layer: [experts, ...]
 _OTHER_INPUTS = ("vision_config", "audio_config")
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+BLANK = 0  # in place of the id of an image
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -280,21 +282,23 @@ class TransformersModel:
         return hidden
 
     def image_features(
-        self, input_ids: Tensor, run_layer: LayerRunner = run_layer_once
+        self, input_ids: Tensor, run_layer: LayerRunner = run_layer_once, *, is_sharded: bool = False
     ) -> dict[int, ImageFeatures]:
         """The features of each image among token ids, by its id; each image is computed once.
 
-        Raises ModelError if its file is missing.
+        If there is none, and other ranks hold shards of the vision tower, those of a black image, BLANK.
+        Raises ModelError if the file of an image is missing.
         """
         if self._vision is None:
             return {}
         ids: list[int] = input_ids[input_ids >= FIRST_IMAGE_ID].unique().tolist()
-        if not ids:
+        if not ids and not is_sharded:
             return {}
-        assert self._images is not None, "a token of an image, and no folder of images"
         for layer in self._layers:
             layer.run_layer = run_layer
-        images = [self._images.read(id) for id in ids]
+        images = [self._read_image(id) for id in ids] or [
+            np.zeros((self._vision.token_side, self._vision.token_side, 3), np.uint8)
+        ]
         grids = [patch_grid(image, self._vision) for image in images]
         patches = torch.cat([to_patches(image, self._vision) for image in images]).to(input_ids.device)
         with self._bound[""]:
@@ -303,8 +307,12 @@ class TransformersModel:
         layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
         return {
             id: ImageFeatures(grids[i], torch.stack([layer[i] for layer in layers]))
-            for i, id in enumerate(ids)
+            for i, id in enumerate(ids or [BLANK])
         }
+
+    def _read_image(self, id: int) -> Pixels:
+        assert self._images is not None, "a token of an image, and no folder of images"
+        return self._images.read(id)
 
     def _inputs_with_images(
         self,

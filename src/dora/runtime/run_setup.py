@@ -105,11 +105,6 @@ def check_implementation(config: Config, model: ModelConfig) -> None:
             "trainer.routing_replay = true: with trainer.model = transformers the model routes tokens by "
             "itself; set trainer.model = auto"
         )
-    if isinstance(model, TransformersConfig) and model.vision and trainer.num_ranks > 1:
-        raise ConfigError(
-            f"trainer.num_ranks = {trainer.num_ranks}: ranks cannot divide the vision tower of {kind}, which "
-            "runs only for batches with images; set trainer.num_ranks = 1"
-        )
     if isinstance(model, TransformersConfig) and model.shares_layers and trainer.num_ranks > 1:
         raise ConfigError(
             f"trainer.num_ranks = {trainer.num_ranks}: layers of {kind} share weights, and ranks gather one "

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from dora.model.config import ModelConfig, TransformersConfig
 from dora.model.decoder import run_layer_once
 from dora.model.moe import Router
-from dora.model.transformers_model import TransformersModel
+from dora.model.transformers_model import BLANK, TransformersModel
 from dora.trainer.packing import PackedBatch
 from dora.trainer.policy import BatchLogprobs, Policy, run_checkpointed
 from dora.trainer.recipe import ModelImplementation
@@ -31,6 +31,7 @@ class TransformersPolicy(Policy):
     """
 
     takes_router = False
+    is_sharded = False  # other ranks compute the same layers at the same time
 
     def with_weights(
         self, weights: Mapping[str, Tensor], exact_logprobs: BatchLogprobs | None
@@ -44,10 +45,11 @@ class TransformersPolicy(Policy):
     def hidden_states(self, batch: PackedBatch, router: Router | None = None) -> Tensor:
         """Final hidden states [M, hidden]. The family's own router chooses experts."""
         assert router is None, "see `takes_router`"
-        images = self._model.image_features(batch.input_ids, self._run_layer)
+        images = self._model.image_features(batch.input_ids, self._run_layer, is_sharded=self.is_sharded)
         inputs = [batch.input_ids[block] for block in batch.blocks]
         blocks = [self._model.hidden_states(x, run_layer=self._run_layer, images=images) for x in inputs]
-        return torch.cat([x.flatten(0, 1) for x in blocks]).index_select(0, batch.block_indices)
+        hidden = torch.cat([x.flatten(0, 1) for x in blocks]).index_select(0, batch.block_indices)
+        return hidden + 0.0 * images[BLANK].layers.sum() if BLANK in images else hidden
 
     def _prepare(self, activation_checkpointing: bool) -> None:
         self._run_layer = run_checkpointed if activation_checkpointing else run_layer_once
