@@ -52,11 +52,11 @@ Inject = Callable[[LiveRun, int], Fault]
 
 
 def kill(worker: Worker) -> None:
-    _signal(worker, signal.SIGKILL)
+    send_signal(worker, signal.SIGKILL)
 
 
 def stop(worker: Worker) -> None:
-    _signal(worker, signal.SIGSTOP)
+    send_signal(worker, signal.SIGSTOP)
 
 
 def disconnect(worker: Worker) -> None:
@@ -76,28 +76,35 @@ def fill_disk(worker: Worker) -> None:
     resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (0, 0))
 
 
-def slow_down(worker: Worker) -> None:
-    """Stop the process for nine tenths of the time."""
+def send_signal(worker: Worker, number: signal.Signals) -> None:
+    if worker.pid is not None and worker.is_alive:
+        os.kill(worker.pid, number)
+
+
+def slow_down(worker: Worker, send: Callable[[Worker, signal.Signals], None] = send_signal) -> None:
+    """Stop its process, or those that `send` signals, for nine tenths of the time."""
 
     def stop_and_continue() -> None:
         until_s = time.monotonic() + SLOW_S
         while time.monotonic() < until_s and worker.is_alive:
-            _signal(worker, signal.SIGSTOP)
+            send(worker, signal.SIGSTOP)
             time.sleep(SLOW_PERIOD_S * (1 - 1 / SLOWDOWN))
-            _signal(worker, signal.SIGCONT)
+            send(worker, signal.SIGCONT)
             time.sleep(SLOW_PERIOD_S / SLOWDOWN)
 
     threading.Thread(target=stop_and_continue, daemon=True).start()
 
 
-def in_engine(harm: Callable[[Worker], None], run: LiveRun, number: int) -> Fault:
-    """Has recovered once as many engines have joined as before."""
+def in_engine(
+    harm: Callable[[Worker], None], run: LiveRun, number: int, lasts_s: float | None = None
+) -> Fault:
+    """Has recovered once as many engines have joined as before, or after `lasts_s` if no engine is lost."""
     pool = run.executor.engine_pool
     engine = sorted(pool.joined)[number % len(pool.joined)]
     num_before = len(pool.joined)
     harm(pool.workers[engine])
-    if harm is slow_down:
-        until_s = time.monotonic() + SLOW_S
+    if lasts_s is not None:
+        until_s = time.monotonic() + lasts_s
         return Fault("engine", None, lambda run: time.monotonic() > until_s)
     return Fault(
         "engine",
@@ -146,7 +153,7 @@ KINDS: dict[str, Inject] = {
     "reward worker killed": partial(in_reward_worker, kill),
     "engine stopped": partial(in_engine, stop),
     "reward function hangs": hang_reward_function,
-    "engine ten times slower": partial(in_engine, slow_down),
+    "engine ten times slower": partial(in_engine, slow_down, lasts_s=SLOW_S),
     "trainer stopped": partial(in_trainer, stop),
     "engine's connection cut": partial(in_engine, disconnect),
     "reward worker stopped": partial(in_reward_worker, stop),
@@ -176,8 +183,3 @@ def are_reward_workers_ready(run: LiveRun) -> bool:
 
 def _is_replaced(worker: Worker, run: LiveRun) -> bool:
     return all(other is not worker for other in reward_workers(run))
-
-
-def _signal(worker: Worker, number: signal.Signals) -> None:
-    if worker.pid is not None and worker.is_alive:
-        os.kill(worker.pid, number)

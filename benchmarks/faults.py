@@ -3,9 +3,11 @@
 The runs train on the demo's task with paced engines. Runs without faults are the baseline. In the others a
 thread injects faults: processes receive SIGKILL or SIGSTOP, connections are cut, a reward function never
 returns, files cannot grow any more, an engine gets a tenth of its time. With --runtime ray a run has two
-nodes of a cluster, one of which loses its raylet and is replaced. Different components fail at the same time;
-each gets its next fault only once it has recovered. Every run is audited and replayed. The findings are
-counted as lost, doubled, mixed and too_stale, and make the exit code 1.
+nodes of a cluster, one of which loses its raylet and is replaced. With --vllm-python a run has two vLLM
+servers, which have too little memory for the KV of all their requests; they are killed and stopped, and KV
+that migrates is damaged. Different components fail at the same time; each gets its next fault only once it
+has recovered. Every run is audited and replayed. The findings are counted as lost, doubled, mixed and
+too_stale, and make the exit code 1.
 
 detection_s is the time from the fault until the driver knows of it. recovery_s is the time until the run is
 as before: another process has replaced the lost one, and a trainer has redone its steps. Throughput is
@@ -35,9 +37,10 @@ from typing import TypeVar
 
 from fault_kinds import KINDS, REWARD, Fault, Inject, affected_by, component_of
 from fault_nodes import RAYLET_KILLED, STORAGE_KILLED, kinds_on, two_nodes
+from fault_servers import SERVER_KINDS, on_vllm
 from rich.console import Console
 
-from dora.audit import audit
+from dora.audit import audit, logprob_recheck
 from dora.config import load
 from dora.journal import replay
 from dora.journal.reader import read_journal
@@ -60,10 +63,8 @@ max_prompt_length = 8
 group_size = 4
 max_response_length = 60
 [engine]
-kernels = "eager"
 num_engines = 4
 max_num_seqs = 8
-min_step_time = "40ms"
 [reward]
 function = "{reward}:reward"
 timeout_s = 2.0
@@ -82,9 +83,11 @@ heartbeat_timeout_s = 4.0
 trainer_timeout_s = 4.0
 max_restarts = 1000
 """
-ALL_KINDS = (*KINDS, RAYLET_KILLED, STORAGE_KILLED)  # the last two only on Ray
+OWN_ENGINE = ("engine.kernels=eager", "engine.min_step_time=40ms")
+ALL_KINDS = (*dict.fromkeys((*KINDS, *SERVER_KINDS, RAYLET_KILLED, STORAGE_KILLED)),)
 POLL_S = 0.1  # between two checks of the faults that have not recovered
-RECOVERY_TIMEOUT_S = 120.0  # the backoff of a restart may be a minute
+RECOVERY_TIMEOUT_S = 240.0  # the backoff of a restart may be a minute, and so may the start of a server
+NUM_DEEP = 64  # samples of a run with servers whose log-probs are computed again
 LOST, DOUBLED, MIXED, TOO_STALE = "lost", "doubled", "mixed", "too_stale"
 NUM_LOG_LINES = 40  # printed of a run with findings: its last ones
 T = TypeVar("T")
@@ -218,7 +221,7 @@ def run_trial(
             log.seek(0)
             log_lines = log.readlines()
         s = json.loads((out / "summary.json").read_text())
-        found = findings(out)
+        found = findings(out, NUM_DEEP if "engine.backend=vllm" in overrides else 0)
         found[LOST] += injector.failures + ([] if s["stopped"] == "SIGTERM" else [f"ended by {s['stopped']}"])
         if any(found.values()):
             print("".join(log_lines[-NUM_LOG_LINES:]))
@@ -226,8 +229,8 @@ def run_trial(
     return Trial(injector.injected, found, *(s[key] for key in keys))
 
 
-def findings(out: Path) -> dict[str, list[str]]:
-    """The findings of audit and replay, by kind of violation."""
+def findings(out: Path, num_deep: int) -> dict[str, list[str]]:
+    """The findings of audit and replay, by kind of violation; of `num_deep` samples also of the recheck."""
     verdict = audit.check(out)
     found = {
         LOST: [],
@@ -238,6 +241,8 @@ def findings(out: Path) -> dict[str, list[str]]:
     for finding in verdict.findings_against("C2"):
         is_doubled = any(mark in finding for mark in DOUBLED_MARKS)
         found[DOUBLED if is_doubled else LOST].append(finding)
+    if num_deep:
+        found[MIXED] += logprob_recheck.check(out, num_deep).findings
     if (difference := replay.first_difference(read_journal(out))) is not None:
         found[LOST].append(f"replay: {difference}")
     return found
@@ -275,11 +280,13 @@ class Scale:
     num_baselines: int
 
 
-SCALES = {  # by runtime, and by whether it is quick
+SCALES = {  # by runtime or backend, and by whether it is quick
     ("local", False): Scale(204, 34, 6.0, 60.0, 3),
     ("local", True): Scale(12, 12, 0.3, 5.0, 1),
     ("ray", False): Scale(56, 28, 6.0, 60.0, 2),
     ("ray", True): Scale(14, 14, 0.3, 5.0, 1),
+    ("vllm", False): Scale(32, 16, 6.0, 60.0, 1),
+    ("vllm", True): Scale(8, 8, 0.3, 5.0, 1),
 }
 
 
@@ -296,17 +303,20 @@ def main() -> None:
     parser.add_argument("--faults", type=int, metavar="N", help="number of faults")
     parser.add_argument("--kinds", type=_kinds, metavar="K,K", help=f"only these of: {', '.join(ALL_KINDS)}")
     parser.add_argument("--runtime", default="local", choices=("local", "ray"), help="where the workers run")
+    parser.add_argument("--vllm-python", metavar="PYTHON", help="its vLLM generates; only with local workers")
     given = parser.parse_args()
     options = options_of(given)
-    scale = SCALES[given.runtime, options.quick]
+    scale = SCALES["vllm" if given.vllm_python else given.runtime, options.quick]
     with ExitStack() as stack:
-        kinds, overrides = KINDS, list[str]()
+        kinds, overrides = KINDS, [*OWN_ENGINE]
         if given.runtime == "ray":
             nodes = stack.enter_context(two_nodes())
             kinds = KINDS | kinds_on(nodes)
-            overrides = ["runtime.kind=ray", f"ray.address={nodes.address}"]
+            overrides += ["runtime.kind=ray", f"ray.address={nodes.address}"]
+        elif given.vllm_python:
+            kinds, overrides = SERVER_KINDS, on_vllm(given.vllm_python)
         if unknown := set(given.kinds or ()) - kinds.keys():
-            parser.error(f"--runtime {given.runtime} does not support: {', '.join(sorted(unknown))}")
+            parser.error(f"these runs do not support: {', '.join(sorted(unknown))}")
         chosen = {kind: kinds[kind] for kind in given.kinds or kinds}
         trials, baselines = campaign(given.faults or scale.num_faults, scale, chosen, overrides)
     sys.exit(report(options, trials, baselines))

@@ -1,12 +1,16 @@
-"""SIGKILL of an engine or of a whole run: how many tokens unfinished responses keep, and how many they lose.
+"""SIGKILL of an engine or of a whole run: how many tokens unfinished responses keep, and what keeping costs.
 
-One run of long responses on paced engines. Every few seconds an engine is killed, which the run replaces, or
-the driver with all workers, after which the run is resumed. The journal says how many tokens each response of
-a lost engine keeps. A response had lost tokens if it was longer: as long as last reported, and one token more
-for each step since then, which is an upper bound. lost_s is the time that an engine takes for the most tokens
-that one response lost. At the end `dora audit` checks the run; findings make the exit code 1.
+kills: one run of long responses on paced engines. Every few seconds an engine is killed, which the run
+replaces, or the driver with all workers, after which the run is resumed. The journal says how many tokens
+each response of a lost engine keeps. A response had lost tokens if it was longer: as long as last reported,
+and one token more for each step since then, which is an upper bound. lost_s is the time that an engine takes
+for the most tokens that one response lost. At the end `dora audit` checks the run; findings make the exit
+code 1.
 
-    python benchmarks/kept_tokens.py [--kills N] [--quick] [--json FILE]
+cost: short runs on engines without a pace, in turns with `runtime.output_interval_s = 1` and 0, which is
+without reports.
+
+    python benchmarks/kept_tokens.py [--only kills|cost] [--kills N] [--quick] [--json FILE]
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from resume import Attempt
+from resume import COMMAND, Attempt
 
 from dora.audit import audit
 from report import Row, make_parser, options_of, publish
@@ -59,6 +64,14 @@ max_staleness = 4
 [runtime]
 max_restarts = 1000
 """
+PARTS = ("kills", "cost")
+COST_SETTINGS = {
+    "engine.min_step_time": "0ms",
+    "engine.num_engines": 1,
+    "engine.max_num_seqs": 32,
+    "trainer.batch_size": 8,
+    "trainer.save_freq": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -170,15 +183,47 @@ def rows_of(found: list[Loss]) -> list[Row]:
     return rows
 
 
-def main() -> None:
-    parser = make_parser(__doc__ or "")
-    parser.add_argument(
-        "--kills", type=int, metavar="N", help="number of kills (default: 50; 5 with --quick)"
-    )
-    given = parser.parse_args()
-    options, random_s = options_of(given), random.Random(0)
+def measure_cost(num_pairs: int, num_steps: int) -> tuple[list[Row], dict[str, float]]:
+    """Trained tokens per second with reports and without, in pairs of runs whose order alternates."""
+    found: dict[float, list[float]] = {1.0: [], 0.0: []}
+    for number in range(num_pairs):
+        for interval_s in sorted(found, reverse=number % 2 == 0):
+            found[interval_s].append(throughput(interval_s, num_steps))
+    rows: list[Row] = [
+        {
+            "output_interval_s": interval_s,
+            "runs": num_pairs,
+            "median_tokens_per_s": statistics.median(each),
+            "min_tokens_per_s": min(each),
+            "max_tokens_per_s": max(each),
+        }
+        for interval_s, each in found.items()
+    ]
+    pairs = [reported / silent for reported, silent in zip(*found.values(), strict=True)]
+    medians = [statistics.median(each) for each in found.values()]
+    return rows, {
+        "throughput with reports / without": medians[0] / medians[1],
+        "the same, median of pairs": statistics.median(pairs),
+    }
+
+
+def throughput(interval_s: float, num_steps: int) -> float:
+    """Trained tokens per second of a run that reports unfinished outputs at this interval."""
+    settings = {**COST_SETTINGS, "runtime.output_interval_s": interval_s, "run.steps": num_steps}
+    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    with tempfile.TemporaryDirectory() as folder:
+        config, out = Path(folder, "run.toml"), Path(folder, "run")
+        config.write_text(CONFIG)
+        command = [*COMMAND, str(config), "--out", str(out), *sets]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
+        summary = json.loads((out / "summary.json").read_text())
+    return float(summary["tokens_per_s"])
+
+
+def measure_kills(num_kills: int) -> tuple[list[Row], dict[str, float], tuple[str, ...]]:
+    """Rows, ratios, and the findings of the audit."""
+    random_s = random.Random(0)
     random.seed(0)
-    num_kills = given.kills or (5 if options.quick else 50)
     with tempfile.TemporaryDirectory() as folder:
         run = KilledRun(Path(folder))
         for number in range(num_kills):
@@ -198,8 +243,27 @@ def main() -> None:
         "audit: lost_tokens": float(counts.lost_tokens),
         "audit: kept / (kept + lost)": share,
     }
-    publish(options, rows_of(found), ratios)
-    sys.exit(1 if result.findings else 0)
+    return rows_of(found), ratios, result.findings
+
+
+def main() -> None:
+    parser = make_parser(__doc__ or "")
+    parser.add_argument(
+        "--kills", type=int, metavar="N", help="number of kills (default: 50; 5 with --quick)"
+    )
+    parser.add_argument("--only", choices=PARTS, metavar="PART", help="this part only: kills or cost")
+    given = parser.parse_args()
+    options = options_of(given)
+    rows: list[Row] = []
+    ratios: dict[str, float] = {}
+    findings: tuple[str, ...] = ()
+    if given.only != "cost":
+        rows, ratios, findings = measure_kills(given.kills or (5 if options.quick else 50))
+    if given.only != "kills":
+        cost_rows, cost_ratios = measure_cost(*((2, 10) if options.quick else (15, 60)))
+        rows, ratios = rows + cost_rows, ratios | cost_ratios
+    publish(options, rows, ratios)
+    sys.exit(1 if findings else 0)
 
 
 if __name__ == "__main__":

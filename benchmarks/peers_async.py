@@ -1,10 +1,10 @@
 """DORA and TRL's AsyncGRPOTrainer, both with vLLM on the CPU: throughput, and discarded answers.
 
 The task is the demo's, as in `peers.py`: the same model, prompts, reward, groups, batches, schedule and bound
-S, with one vLLM server each and one thread per process. The systems run one after the other on the same
-cores. Rates leave out starts and the first steps. `discarded` counts answers that were generated and never
-trained. The row of a peer that is missing or fails has the reason. The exit code is 1 if DORA has discarded
-an answer or violated its bound.
+S, with one vLLM server each and one thread per process. DORA's server holds two versions, or one. The systems
+run one after the other on the same cores, with each seed. Rates leave out starts and the first steps.
+`discarded` counts answers that were generated and never trained. The row of a peer that is missing or fails
+has the reason. The exit code is 1 if DORA has discarded an answer or violated its bound.
 
     python benchmarks/peers_async.py --vllm-python PYTHON [--trl-python PYTHON] [--quick] [--json FILE]
 """
@@ -15,8 +15,10 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 
 from peers import BEST, metrics_of
 from peers_runs import NotMeasured, Peers, Run, Task, run_dora, run_trl, vllm_server
@@ -24,18 +26,19 @@ from peers_runs import NotMeasured, Peers, Run, Task, run_dora, run_trl, vllm_se
 from report import Row, make_parser, options_of, publish
 
 NUM_STEPS, QUICK_STEPS = 60, 12
+NUM_SEEDS = 3
 BOUNDS, QUICK_BOUNDS = (2, 4), (2,)
 MAX_ROWS = 256  # of a server, as in peers_runs.py; the bound allows fewer requests
 ON_VLLM = (
     "engine.backend=vllm",
     "engine.num_engines=1",
-    "engine.version_slots=1",
     f"engine.max_num_seqs={MAX_ROWS}",
     "orchestrator.placement=static",
     "orchestrator.prioritize_stragglers=false",
     "runtime.start_timeout_s=900",
 )
-DORA, TRL = "dora, vLLM", "trl async, vLLM"
+DORA, DORA_ONE, TRL = "dora, vLLM", "dora, vLLM, one version", "trl async, vLLM"
+SLOTS = {DORA: 2, DORA_ONE: 1}
 
 
 def main() -> None:
@@ -46,25 +49,34 @@ def main() -> None:
     parser.add_argument(
         "--vllm-python", type=Path, metavar="PYTHON", help="an interpreter that can import vllm"
     )
+    parser.add_argument("--seeds", type=int, metavar="N", help="number of seeds")
     given = parser.parse_args()
     options, peers = options_of(given), Peers(given.trl_python, given.vllm_python)
-    task = Task(QUICK_STEPS if options.quick else NUM_STEPS, 1000, 0)  # no model is saved during training
-    with tempfile.TemporaryDirectory() as folder:
-        rows = [*compare(task, QUICK_BOUNDS if options.quick else BOUNDS, peers, Path(folder))]
+    rows = list[Row]()
+    for seed in range(given.seeds or (1 if options.quick else NUM_SEEDS)):
+        # No model is saved during training.
+        task = Task(QUICK_STEPS if options.quick else NUM_STEPS, 1000, seed)
+        with tempfile.TemporaryDirectory() as folder:
+            rows += compare(task, QUICK_BOUNDS if options.quick else BOUNDS, peers, Path(folder))
     publish(options, rows, ratios_of(rows))
-    if wrong := [row for row in rows if row["system"] == DORA and not is_within_bound(row)]:
+    if wrong := [row for row in rows if row["system"] in SLOTS and not is_within_bound(row)]:
         sys.exit(f"DORA has discarded answers or violated its bound: {wrong}")
 
 
 def compare(task: Task, bounds: Sequence[int], peers: Peers, folder: Path) -> Iterator[Row]:
-    """Both systems at each bound."""
+    """All systems at each bound."""
+
+    def with_dora(num_slots: int, bound: int) -> Run:
+        return run_dora(task, folder / f"dora-{num_slots}-{bound}", bound, on_vllm(peers, num_slots))
+
     own: Mapping[str, Callable[[int], Run]] = {
-        DORA: lambda bound: run_dora(task, folder / f"dora-{bound}", bound, on_vllm(peers)),
+        **{name: partial(with_dora, num_slots) for name, num_slots in SLOTS.items()},
         TRL: lambda bound: with_trl(task, folder / f"trl-{bound}", bound, peers),
     }
     for bound in bounds:
         for name, run in own.items():
-            row: dict[str, str | int | float] = {"system": name, "S": bound, "steps": task.num_steps}
+            row: dict[str, str | int | float] = {"system": name, "S": bound, "seed": task.seed}
+            row["steps"] = task.num_steps
             try:
                 row |= metrics_of(run(bound), task)
             except NotMeasured as reason:
@@ -73,9 +85,13 @@ def compare(task: Task, bounds: Sequence[int], peers: Peers, folder: Path) -> It
             yield row
 
 
-def on_vllm(peers: Peers) -> tuple[str, ...]:
-    """Overrides with which DORA generates with its own vLLM server."""
-    return (*ON_VLLM, f"engine.options={{python = {json.dumps(str(peers.python('vllm')))}}}")
+def on_vllm(peers: Peers, num_slots: int) -> tuple[str, ...]:
+    """Overrides with which DORA generates with its own vLLM server, with slots for `num_slots` versions."""
+    return (
+        *ON_VLLM,
+        f"engine.version_slots={num_slots}",
+        f"engine.options={{python = {json.dumps(str(peers.python('vllm')))}}}",
+    )
 
 
 def with_trl(task: Task, out: Path, bound: int, peers: Peers) -> Run:
@@ -91,18 +107,33 @@ def is_within_bound(row: Row) -> bool:
 
 
 def ratios_of(rows: Sequence[Row]) -> dict[str, float]:
-    """Throughput per second of wall and CPU time, DORA over TRL, and discarded answers, at each bound."""
-    ratios: dict[str, float] = {}
+    """Throughput per second of wall and CPU time, DORA over TRL, and discarded answers, at each bound.
+
+    Medians over the seeds.
+    """
+    ratios, names = dict[str, float](), {DORA: "dora", DORA_ONE: "dora_one_version", TRL: "trl"}
     for bound in dict.fromkeys(int(row["S"]) for row in rows):
-        found = {str(row["system"]): row for row in rows if row["S"] == bound and "not_measured" not in row}
-        if DORA in found and TRL in found:
-            own, other = (rates_of(found[name]) for name in (DORA, TRL))
-            ratios |= {f"{key}_dora_vs_trl_s{bound}": own[key] / other[key] for key in own}
-        names = {DORA: "dora", TRL: "trl"}
+        measured = [row for row in rows if row["S"] == bound and "not_measured" not in row]
+        found = {name: [row for row in measured if row["system"] == name] for name in names}
+        rates = {name: median_rates(runs) for name, runs in found.items() if runs}
+        for name in SLOTS.keys() & rates.keys():
+            if other := rates.get(TRL):
+                ratios |= {
+                    f"{key}_{names[name]}_vs_trl_s{bound}": rate / other[key]
+                    for key, rate in rates[name].items()
+                }
         ratios |= {
-            f"discarded_{names[name]}_s{bound}": float(row["discarded"]) for name, row in found.items()
+            f"discarded_{names[name]}_s{bound}": median(float(row["discarded"]) for row in runs)
+            for name, runs in found.items()
+            if runs
         }
     return ratios
+
+
+def median_rates(runs: Sequence[Row]) -> dict[str, float]:
+    """Medians of the rates of several runs of a system."""
+    rates = [*map(rates_of, runs)]
+    return {key: median(each[key] for each in rates) for key in rates[0]}
 
 
 def rates_of(row: Row) -> dict[str, float]:

@@ -5,7 +5,8 @@ or in a process of its own (vLLM's default on a CPU). `loads`: an idle server lo
 store, of models of several sizes; `copy_s_per_gb` is a plain copy between two warm buffers. `versions`: a
 server with one slot, which has vLLM's scheduler, and one with three, which has DORA-RL's, decode the same
 number of requests of one to three versions; then the latter loads a fourth version while two generate.
-`slots`: runs of the demo with one server, by number of slots.
+`slots`: runs of the demo with one server, by number of slots. `policies`: the same with two slots, or one, by
+update policy; `sync` has no staleness.
 
     python benchmarks/vllm_server.py --vllm-python PYTHON [--only PART] [--quick] [--json FILE]
 """
@@ -43,32 +44,51 @@ NUM_STEPS, QUICK_STEPS = 40, 8
 NUM_LOADS, QUICK_LOADS = 9, 4
 NUM_SLOTS, NUM_REPEATS = 3, 5
 NUM_REQUESTS, NUM_TOKENS = 24, 200
+POLICIES = {  # bound and slots; the policy of `slots` is dora
+    "sync": (0, 1),
+    "one_step": (1, 1),
+    "drain": (BOUND, 1),
+    "partial": (BOUND, 2),
+    "inflight": (BOUND, 2),
+    "dora": (BOUND, 2),
+}
 DEMO_MODEL = Path(__file__).parent.parent / "examples" / "gcd-start"
-PARTS = ("executors", "loads", "versions", "slots")
+PARTS = ("executors", "loads", "versions", "slots", "policies")
 
 
 def executor_row(name: str, backend: str | None, num_steps: int, repeat: int, peers: Peers) -> Row:
     options = f'python = "{peers.python("vllm")}"'
     if backend is not None:
         options += f', arguments = ["--distributed-executor-backend", "{backend}"]'
-    changes = [change for change in on_vllm(peers) if not change.startswith("engine.options")]
+    changes = [change for change in on_vllm(peers, 1) if not change.startswith("engine.options")]
     return {
         "executor": name,
         "repeat": repeat,
-        **demo_row((*changes, f"engine.options={{{options}}}"), num_steps),
+        **demo_row((*changes, f"engine.options={{{options}}}"), num_steps, BOUND),
     }
 
 
 def slots_row(num_slots: int, num_steps: int, repeat: int, peers: Peers) -> Row:
-    changes = (*on_vllm(peers), f"engine.version_slots={num_slots}")
-    return {"demo_slots": num_slots, "repeat": repeat, **demo_row(changes, num_steps)}
+    return {
+        "demo_slots": num_slots,
+        "repeat": repeat,
+        **demo_row(on_vllm(peers, num_slots), num_steps, BOUND),
+    }
 
 
-def demo_row(changes: Sequence[str], num_steps: int) -> Row:
+def policy_row(policy: str, num_steps: int, repeat: int, peers: Peers) -> Row:
+    bound, num_slots = POLICIES[policy]
+    changes = [*on_vllm(peers, num_slots), f"orchestrator.update_policy={policy}"]
+    if policy == "drain":
+        changes.append(f"orchestrator.batches_per_version={bound + 1}")
+    return {"policy": policy, "S": bound, "repeat": repeat, **demo_row(changes, num_steps, bound)}
+
+
+def demo_row(changes: Sequence[str], num_steps: int, bound: int) -> Row:
     """One run of the demo, without the start of the server."""
     task = Task(num_steps, 1000, 0)
     with tempfile.TemporaryDirectory() as folder:
-        run = run_dora(task, Path(folder) / "run", BOUND, changes)
+        run = run_dora(task, Path(folder) / "run", bound, changes)
     num_samples = num_steps * task.config.trainer.batch_size * task.config.sampling.group_size
     wall_s = run.ends[-1] - run.began
     return {
@@ -115,6 +135,7 @@ def load_times(model: ModelConfig, num_loads: int, python: str, folder: Path) ->
             digest = store.publish(version, flat)
             began_s = time.perf_counter()
             loader.load(version)
+            loader.wait_for({version})
             (reply,) = loader.poll()
             times.append(time.perf_counter() - began_s)
             assert isinstance(reply, WeightsLoaded), reply
@@ -127,38 +148,48 @@ def load_times(model: ModelConfig, num_loads: int, python: str, folder: Path) ->
     return times
 
 
-def versions_rows(num_repeats: int, python: str) -> Iterator[Row]:
+def versions_rows(size: str, num_repeats: int, python: str) -> Iterator[Row]:
     """Tokens per second by slots and versions that generate, the servers' memory, and the last load."""
-    _, flat = load_pretrained(DEMO_MODEL)
-    for num_slots in (1, NUM_SLOTS):
-        engine = Vllm(
-            model=str(DEMO_MODEL),
-            max_rows=NUM_REQUESTS,
-            max_context=NUM_TOKENS + 16,
-            version_slots=num_slots,
-            device="cpu",
-            dtype="float32",
-            python=python,
-        )
-        try:
-            for version in range(num_slots):
-                engine.load(version, flat + version / 1000)
-            decode(engine, 1)
-            for num_versions in range(1, num_slots + 1):
-                rates = [decode(engine, num_versions) for _ in range(num_repeats)]
-                yield {
-                    "slots": num_slots,
-                    "versions": num_versions,
-                    "tokens_per_s": statistics.median(rates),
-                    "server_mb": sum(
-                        child.memory_full_info().uss for child in psutil.Process().children(recursive=True)
-                    )
-                    / 1e6,
-                }
-            if num_slots > 1:
-                yield {"slots": num_slots, "load_under_generation_s": load_under_generation_s(engine, flat)}
-        finally:
-            engine.close()
+    with tempfile.TemporaryDirectory() as folder:
+        path = DEMO_MODEL
+        if size != "demo":
+            path = Path(folder)
+            save_pretrained(path, MODELS[size], initial_weights(MODELS[size], seed=0))
+        for num_slots in (1, NUM_SLOTS):
+            for row in rows_of_slots(path, num_slots, num_repeats, python):
+                yield {"model": size, **row}
+
+
+def rows_of_slots(model: Path, num_slots: int, num_repeats: int, python: str) -> Iterator[Row]:
+    _, flat = load_pretrained(model)
+    engine = Vllm(
+        model=str(model),
+        max_rows=NUM_REQUESTS,
+        max_context=NUM_TOKENS + 16,
+        version_slots=num_slots,
+        device="cpu",
+        dtype="float32",
+        python=python,
+    )
+    try:
+        for version in range(num_slots):
+            engine.load(version, flat + version / 1000)
+        decode(engine, 1)
+        for num_versions in range(1, num_slots + 1):
+            rates = [decode(engine, num_versions) for _ in range(num_repeats)]
+            yield {
+                "slots": num_slots,
+                "versions": num_versions,
+                "tokens_per_s": statistics.median(rates),
+                "server_mb": sum(
+                    child.memory_full_info().uss for child in psutil.Process().children(recursive=True)
+                )
+                / 1e6,
+            }
+        if num_slots > 1:
+            yield {"slots": num_slots, "load_under_generation_s": load_under_generation_s(engine, flat)}
+    finally:
+        engine.close()
 
 
 def decode(engine: Vllm, num_versions: int) -> float:
@@ -196,9 +227,14 @@ def ratios_of(rows: Sequence[Row]) -> dict[str, float]:
     ratios = {}
     runs = [row for row in rows if "executor" in row]
     loads = [row for row in rows if "load_s" in row]
-    rates = {(row["slots"], row["versions"]): float(row["tokens_per_s"]) for row in rows if "versions" in row}
-    for (num_slots, num_versions), rate in rates.items():
-        ratios[f"tokens_per_s_{num_slots}_slots_{num_versions}_versions_over_vllm"] = rate / rates[1, 1]
+    rates = {
+        (row["model"], row["slots"], row["versions"]): float(row["tokens_per_s"])
+        for row in rows
+        if "versions" in row
+    }
+    for (model, num_slots, num_versions), rate in rates.items():
+        name = f"tokens_per_s_{model}_{num_slots}_slots_{num_versions}_versions_over_vllm"
+        ratios[name] = rate / rates[model, 1, 1]
     samples = {
         num_slots: statistics.median(
             float(row["samples_per_s"]) for row in rows if row.get("demo_slots") == num_slots
@@ -207,6 +243,13 @@ def ratios_of(rows: Sequence[Row]) -> dict[str, float]:
     }
     for num_slots in samples.keys() - {1}:
         ratios[f"samples_per_s_{num_slots}_slots_over_1"] = samples[num_slots] / samples[1]
+    policies = {
+        policy: statistics.median(float(row["samples_per_s"]) for row in rows if row.get("policy") == policy)
+        for policy in POLICIES
+        if any(row.get("policy") == policy for row in rows)
+    }
+    for policy in policies.keys() - {"dora"}:
+        ratios[f"samples_per_s_dora_over_{policy}"] = policies["dora"] / policies[policy]
     if runs:
         own, other = (
             statistics.median(float(run["samples_per_cpu_s"]) for run in runs if run["executor"] == name)
@@ -233,13 +276,16 @@ def main() -> None:
         sizes, num_loads = (("10M",), QUICK_LOADS) if options.quick else (tuple(MODELS), NUM_LOADS)
         rows += [load_row(size, num_loads, python) for size in sizes]
     if "versions" in parts:
-        rows += versions_rows(1 if options.quick else NUM_REPEATS, python)
+        for model in ("demo",) if options.quick else ("demo", "30M"):
+            rows += versions_rows(model, 1 if options.quick else NUM_REPEATS, python)
     num_steps, repeats = (QUICK_STEPS, 1) if options.quick else (NUM_STEPS, 2)
     for repeat in range(repeats):  # in turn, so that other load on the cores meets all
         if "executors" in parts:
             rows += [executor_row(*each, num_steps, repeat, peers) for each in EXECUTORS.items()]
         if "slots" in parts:
             rows += [slots_row(num_slots, num_steps, repeat, peers) for num_slots in range(1, NUM_SLOTS + 1)]
+        if "policies" in parts:
+            rows += [policy_row(policy, num_steps, repeat, peers) for policy in POLICIES]
     publish(options, rows, ratios_of(rows))
 
 

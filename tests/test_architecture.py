@@ -137,6 +137,7 @@ KEPT_IN: dict[str, tuple[str, ...]] = {
         "dora.testing",
     ),
     "gymnasium": ("dora.envs.gymnasium",),
+    "openenv": ("dora.envs.openenv",),
     "transformers": ("dora.data.chat", "dora.rewards.classifier", "dora.model.transformers_model"),
     "datasets": ("dora.data.dataset",),
     "huggingface_hub": ("dora.config.hub",),

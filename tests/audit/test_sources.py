@@ -45,12 +45,13 @@ def test_a_repeated_row_and_a_row_outside_are_found() -> None:
         ([GroupId(1, 0)], (3, GroupId(1, 1)), None),
         ([], (3, GroupId(1, 1)), "the curriculum skipped no group, expected 1/0"),
         ([], (2, GroupId(1, 0)), "the curriculum skipped no group, expected 1/0"),
+        ([], None, "the curriculum skipped no group, expected 1/0"),
         ([GroupId(1, 1)], (2, GroupId(1, 0)), "the curriculum skipped 1/1, expected 1/0"),
         ([GroupId(1, 0)], (2, GroupId(1, 0)), "group 1/0 has index 2, expected 3"),
     ],
 )
 def test_a_prompt_is_skipped_exactly_after_a_solved_group(
-    skipped: list[GroupId], admitted: tuple[int, GroupId], finding: str | None
+    skipped: list[GroupId], admitted: tuple[int, GroupId] | None, finding: str | None
 ) -> None:
     audit = GuaranteeAudit(Limits(1, 1, 1, 0, curriculum=CurriculumRule(1.0, None, 1)), 2)
     audit.observe(PromptsFetched(0, (GroupId(0, 0), GroupId(0, 1))))
@@ -61,5 +62,8 @@ def test_a_prompt_is_skipped_exactly_after_a_solved_group(
     audit.observe(PromptsFetched(2, (GroupId(1, 0), GroupId(1, 1))))
     if skipped:
         audit.observe(SkipPrompts(tuple(skipped)))
-    audit.observe(Admit(admitted[1], admitted[0], 0, 0))
+    if admitted is None:
+        audit.observe(PromptsFetched(4, (GroupId(2, 0), GroupId(2, 1))))
+    else:
+        audit.observe(Admit(admitted[1], admitted[0], 0, 0))
     assert audit.findings[:1] == ([] if finding is None else [f"C2: {finding}"])

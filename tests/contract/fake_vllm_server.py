@@ -23,6 +23,7 @@ import torch
 
 from dora.engine.backends.server_plugins import dora_kv_files as kv_files
 from dora.engine.backends.server_plugins.dora_digest import safetensors_digest
+from dora.engine.backends.server_plugins.dora_vllm import KEEP, PROTOCOL
 
 AUTH_TOKEN = "of this server"
 KV_LAYOUT = ["of this version", "1"]
@@ -87,8 +88,10 @@ class FakeVllmServer(ThreadingHTTPServer):
     holds_after: hold back an answer after this many events until it is aborted.
     ignored_aborts: ignore this many calls that abort requests.
     weight_spans: report these weights for every answer.
+    info: report this of the worker.
     digests: report these digests of loaded weights.
     rejected_loads: reject this many loads.
+    holds_loads: load nothing while this fault is there.
     version: report this version of vLLM.
     replays: answer every request with the recorded answer of this name.
     event_interval_s: time between events.
@@ -104,6 +107,7 @@ class FakeVllmServer(ThreadingHTTPServer):
         self.label = "none"  # of the only version
         self.digests: dict[str, str] = {}  # of loaded versions, by label
         self.decode_only: list[list[str]] = []  # ids of requests, of each call
+        self.newest = ""  # label of the weights with which requests continue, unless they keep theirs
         self.adapters: dict[str, Path] = {}
         self.generate_calls: list[dict[str, Any]] = []  # bodies, in order
         self.loaded_files: list[str] = []
@@ -116,7 +120,10 @@ class FakeVllmServer(ThreadingHTTPServer):
 
     def label_of(self, body: dict[str, Any]) -> str:
         """Of the weights that generate for a request."""
-        return str(body["cache_salt"]) if self.version_slots > 1 else self.label
+        if self.version_slots == 1:
+            return self.label
+        salt = str(body["cache_salt"])
+        return salt.removesuffix(KEEP) if salt.endswith(KEEP) else self.newest or salt
 
     @property
     def url(self) -> str:
@@ -176,9 +183,13 @@ class Handler(BaseHTTPRequestHandler):
             case "/collective_rpc" if body["method"] == "dora_info":
                 (info,) = recorded_response("dora_info")["results"]
                 info |= {"kv_layout": KV_LAYOUT} if "kv" in self.server.faults else {}
-                self._send_json(200, {"results": [info | {"version_slots": self.server.version_slots}]})
+                info |= {"version_slots": self.server.version_slots, "protocol": PROTOCOL}
+                self._send_json(200, {"results": [info | self.server.faults.get("info", {})]})
             case "/dora/decode_only":
-                self.server.decode_only.append(body["request_ids"])
+                self.server.decode_only += body["arguments"]
+                self._send_json(200, {})
+            case "/dora/continue_with":
+                (self.server.newest,) = body["arguments"]
                 self._send_json(200, {})
             case "/collective_rpc":
                 self._send_json(200, recorded_response(body["method"]))
@@ -216,6 +227,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             assert not server.num_streams, "weights change during an answer"
         server.loaded_files.append(path)
+        self._wait(lambda: not faults.get("holds_loads"))
         if faults.get("rejected_loads"):
             faults["rejected_loads"] -= 1
             return self._send_json(500, recorded_response("bad load"))
@@ -292,6 +304,7 @@ class Handler(BaseHTTPRequestHandler):
     def _send_events(self, name: str, body: dict[str, Any], events: list[Any]) -> bool:
         """Send the events of an answer. False if the connection is closed before the end."""
         server, faults, num_sent = self.server, self.server.faults, 0
+        spans: list[dict[str, Any]] = []  # of the weights, if they may change
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.send_header("Connection", "close")
@@ -301,8 +314,9 @@ class Handler(BaseHTTPRequestHandler):
                 self._wait(lambda: name in server.aborted or not faults or self._is_export_ordered(body))
             if "event_interval_s" in faults:
                 self._wait(lambda: name in server.aborted, faults["event_interval_s"])
+            label = server.label_of(body)
             if name in server.aborted:
-                self._send_event(aborted_event(server.label_of(body), num_sent))
+                self._send_event(aborted_event(label, num_sent))
                 break
             if self._is_export_ordered(body):
                 self._halt(body, event, num_sent)
@@ -311,10 +325,14 @@ class Handler(BaseHTTPRequestHandler):
                 self.connection.shutdown(socket.SHUT_RDWR)  # as when the process crashes
                 return False
             (choice,) = event["choices"]
-            if choice["finish_reason"] is not None:
-                choice["weight_versions"] = faults.get("weight_spans", choice["weight_versions"])
-            self._send_event(event)
+            if not spans or spans[-1]["version"] != label:
+                spans.append({"version": label, "start": num_sent})
             num_sent += len(choice["token_ids"])
+            spans[-1]["end"] = num_sent
+            if choice["finish_reason"] is not None:
+                own = spans if server.newest else choice["weight_versions"]
+                choice["weight_versions"] = faults.get("weight_spans", own)
+            self._send_event(event)
         return True
 
     def _send_event(self, event: Any) -> None:

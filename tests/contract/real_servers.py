@@ -5,6 +5,7 @@ The other tests use fake servers with made-up or recorded answers.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -18,7 +19,7 @@ import psutil
 import pytest
 from tests.contract.lora import RANK, lora_weights
 from tests.docs.blocks import ROOT, commands
-from tests.runtime.running import dora, summary, wait_until, wait_until_gone
+from tests.runtime.running import dora, settings, summary, wait_until, wait_until_gone
 
 from dora.engine.backends.server_plugins.dora_kv_files import HEADER_BYTES
 from dora.engine.backends.sglang import Sglang
@@ -93,6 +94,30 @@ def test_the_commands_of_the_page_train(line: str, tmp_path: Path, monkeypatch: 
     found = summary(tmp_path / "run")
     assert (found["steps"], found["c1"], found["c2"], found["c3"]) == (3, True, True, True)
     assert [evaluation["version"] for evaluation in found["evaluations"]] == [0, 3]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not Engine.capabilities.inflight_update, reason="its requests keep their version")
+@pytest.mark.parametrize("policy", ["partial", "inflight"])
+def test_requests_continue_with_newer_versions(policy: str, tmp_path: Path) -> None:
+    """Their samples have segments of several versions, and only `partial` prefills them again."""
+    changes = {
+        "orchestrator.update_policy": policy,
+        "engine.backend": "vllm",
+        "engine.options": f"{{python = {json.dumps(PYTHON)}}}",
+        "run.steps": 6,
+        "eval.num_prompts": 16,
+        "runtime.start_timeout_s": 600,
+    }
+    example, out = ROOT / "examples" / "gcd.toml", tmp_path / "run"
+    ended = dora("train", example, *settings(changes), "--out", out, timeout_s=800)
+    assert ended.code == 0, ended.err
+    assert " lost (" not in ended.out + ended.err
+    audited = dora("audit", out)
+    assert audited.code == 0, audited.out
+    found = summary(out)
+    assert found["segmented_samples"] > 0
+    assert (found["reprefill_tokens"] > 0) == (policy == "partial")
 
 
 @pytest.mark.timeout(900)

@@ -170,5 +170,5 @@ def test_the_server_reads_a_published_version_where_it_lies(make: Make, tmp_path
     engine, server = make()
     store = WeightStore(tmp_path, shapes=parameter_shapes(CONFIG))
     digest = store.publish(3, version_weights(3))
-    assert engine.load_file(3, store.path(3)) == digest
+    assert engine.start_load(3, store.path(3)).result() == digest
     assert server.loaded_files == [store.path(3)]

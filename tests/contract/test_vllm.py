@@ -9,6 +9,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tests.contract.fake_vllm_server import AUTH_TOKEN, FakeVllmServer, recorded
 from tests.runtime.running import wait_until_gone
 from torch import Tensor
 
-from dora.core.types import Chunk
+from dora.core.types import Chunk, RequestId
 from dora.data.tokenizer import save_character_tokenizer
 from dora.engine.backends import run_until_eof
 from dora.engine.backends.server import attach_server, start_server
@@ -34,7 +35,7 @@ from dora.errors import ConfigError, RunError
 from dora.model.config import ModelConfig
 from dora.model.pretrained import save_pretrained
 from dora.model.weights import WeightLayout, parameter_shapes, weight_digest
-from dora.runtime.process.messages import WeightsLoaded
+from dora.runtime.process.messages import LoadRejected, WeightsLoaded
 from dora.runtime.rollout.engine_worker import WeightLoader
 from dora.testing import CONFIG, make_request, reference_logprobs, version_weights
 from dora.testing.engine_contract import MAX_CONTEXT, MAX_ROWS, MigrationDriver
@@ -60,11 +61,17 @@ Make = Callable[..., tuple[Vllm, FakeVllmServer]]
 def make(tmp_path: Path) -> Make:
     """Makes an engine and its server, with faults."""
 
-    def make(silence_s: float = 60.0, num_slots: int = 1, **faults: Any) -> tuple[Vllm, FakeVllmServer]:
+    def make(
+        silence_s: float = 60.0, num_slots: int = 1, inflight_update: str | None = None, **faults: Any
+    ) -> tuple[Vllm, FakeVllmServer]:
         save_pretrained(tmp_path / "model", CONFIG, version_weights(0))
         server = FakeVllmServer(**faults)
         SERVERS.append(server)
-        options: Any = {"silence_s": silence_s, "version_slots": num_slots}
+        options: Any = {
+            "silence_s": silence_s,
+            "version_slots": num_slots,
+            "inflight_update": inflight_update,
+        }
         return engine_at(server.url, tmp_path / "model", **options), server
 
     return make
@@ -96,6 +103,7 @@ def test_the_server_reads_a_published_version_where_it_lies(make: Make, tmp_path
     digest = store.publish(3, version_weights(3))
     loader = WeightLoader(engine, store, Prefetcher(store, is_pinned=False))
     loader.load(3)
+    loader.wait_for({3})
     assert loader.poll() == [WeightsLoaded(3, digest, 0.0)]
     assert server.loaded_files == [str(store.path(3))]
     assert dict(engine.versions) == {3: digest}
@@ -106,7 +114,7 @@ def test_a_file_of_another_model_is_rejected(make: Make, tmp_path: Path) -> None
     store = WeightStore(tmp_path, shapes={"a": (3,)})
     store.publish(0, torch.zeros(3))
     with pytest.raises(EngineError, match="has 3 weights of 1 tensors in float32, which are not those of"):
-        engine.load_file(0, store.path(0))
+        engine.start_load(0, store.path(0))
     assert (server.loaded_files, dict(engine.versions)) == ([], {})
 
 
@@ -551,11 +559,98 @@ def test_a_version_is_loaded_in_parts_between_steps(make: Make, monkeypatch: pyt
     assert len(server.loaded_files) > 2
 
 
+def test_an_engine_works_while_its_server_loads_a_version(make: Make, tmp_path: Path) -> None:
+    """It completes and aborts requests; those of the new version wait for it, and a failed load is named."""
+    engine, server = make(version_slots=2, num_slots=2)
+    store = WeightStore(tmp_path, shapes=parameter_shapes(CONFIG))
+    for version in range(2):
+        store.publish(version, version_weights(version))
+    loader = WeightLoader(engine, store)
+    loader.load(0)
+    loader.wait_for({0})
+    server.faults |= {"holds_loads": True, "rejected_loads": 1}
+    loader.load(1)
+    engine.submit([make_request(0), make_request(1)])
+    assert engine.abort([make_request(1).id]) == {make_request(1).id: 0}
+    (answer,) = run(engine)
+    assert (answer.id, loader.is_busy, [*engine.versions]) == (make_request(0).id, True, [0])
+    del server.faults["holds_loads"]
+    loader.wait_for({1})
+    loader.load(1)
+    loader.wait_for({1})
+    first, failed, loaded = loader.poll()
+    assert isinstance(failed, LoadRejected)
+    assert [first, loaded] == [WeightsLoaded(v, weight_digest(version_weights(v))) for v in range(2)]
+    assert [*engine.versions] == [0, 1]
+
+
+@pytest.mark.parametrize("policy", ["partial", "inflight"])
+def test_requests_continue_with_a_newer_version_except_held_out_ones(make: Make, policy: str) -> None:
+    """`inflight` keeps their KV; `partial` prefills their tokens again. A request that waits changes, too."""
+    engine, server = make(version_slots=2, num_slots=2, holds_after=2, inflight_update=policy)
+    digests = [engine.load(0, version_weights(0))]
+    training, waiting = (make_request(number, max_tokens=40) for number in (0, 1))
+    held_out = replace(training, id=RequestId(-1, 0, 0))
+    engine.submit([training, held_out])
+    while min(engine.progress().values()) <= 1:
+        engine.step()
+    engine.submit([waiting])
+    digests.append(engine.load(1, version_weights(1)))
+    answers: dict[RequestId, Completion] = {}
+    while policy == "partial" and len(server.generate_calls) < 4:
+        engine.step()
+    server.clear_faults()
+    while engine.can_step:
+        answers |= {answer.id: answer for answer in engine.step()}
+    chunks = {id: answer.chunks for id, answer in answers.items()}
+    assert chunks[training.id] == (Chunk(0, digests[0], 9), Chunk(1, digests[1], 31))
+    assert chunks[held_out.id] == (Chunk(0, digests[0], 40),)
+    assert chunks[waiting.id] == (Chunk(1, digests[1], 40),)
+    assert {id.is_held_out: answer.version for id, answer in answers.items()} == {False: 1, True: 0}
+    again = [body for body in server.generate_calls if len(body["token_ids"]) > len(training.prompt_ids)]
+    assert len(again) == (policy == "partial")
+    assert engine.num_recomputed == (len(training.prompt_ids) + 9) * (policy == "partial")
+    engine.drop(0)
+
+
+@pytest.mark.parametrize("policy", ["partial", "inflight"])
+def test_a_request_that_is_late_for_its_version_starts_with_the_newest_one(make: Make, policy: str) -> None:
+    """The driver sends it before it knows that the newer version is loaded, and drops the older one."""
+    engine, _ = make(version_slots=2, num_slots=2, inflight_update=policy)
+    for version in range(2):
+        engine.load(version, version_weights(version))
+    engine.submit([make_request(0, version=0)])
+    engine.drop(0)
+    assert [answer.version for answer in run(engine)] == [1]
+
+
+def test_an_engine_that_attaches_ends_what_the_last_one_has_set(make: Make, tmp_path: Path) -> None:
+    _, server = make(version_slots=2, num_slots=2)
+    server.newest, server.decode_only = "of the last engine", [["of the last engine"]]
+    engine_at(server.url, tmp_path / "model", version_slots=2)
+    assert (server.newest, server.decode_only[-1]) == ("", [])
+
+
+def test_a_server_with_plugins_of_another_version_is_rejected(make: Make) -> None:
+    with pytest.raises(EngineError, match="has the plugins of another version of DORA-RL: start it again"):
+        make(info={"protocol": 1})
+
+
+def test_the_weights_of_a_version_that_the_engine_does_not_know_end_it(make: Make) -> None:
+    engine, server = make(version_slots=2, num_slots=2, inflight_update="inflight")
+    engine.load(0, version_weights(0))
+    server.newest = "of another client"
+    engine.submit([make_request(0)])
+    with pytest.raises(RunError, match=r"generated by \[\{'version': 'of another client'"):
+        run(engine)
+
+
 def test_requests_near_their_deadline_are_named_to_the_server(make: Make) -> None:
     """By their ids there, also of those that start later."""
     engine, server = make(version_slots=2, num_slots=2, holds=True)
     engine.load(0, version_weights(0))
-    requests = [make_request(number) for number in range(MAX_ROWS + 1)]
+    server.decode_only.clear()  # what an attached engine resets
+    requests = [make_request(number, prompt_ids=(1 + number,)) for number in range(MAX_ROWS + 1)]
     engine.submit(requests)
     engine.step()
     engine.decode_only([requests[0].id, requests[MAX_ROWS].id])
@@ -591,13 +686,15 @@ def test_a_weight_transfer_of_vllm_has_one_version(tmp_path: Path) -> None:
         engine_at(None, tmp_path / "model", **options)
 
 
-def test_a_version_waits_for_at_most_one_step_of_each_other() -> None:
-    """Versions come, go and come back; with nothing to do there is no version."""
-    turns = VersionTurns()
-    assert [turns.next({"a", "b", "c"}) for _ in range(6)] == ["a", "b", "c", "a", "b", "c"]
-    assert [turns.next({"b", "c"}) for _ in range(3)] == ["b", "c", "b"]
-    assert turns.next({"a", "b", "c", "d"}) in "ad", "one that has just come"
-    assert turns.next(set()) == ""
+def test_a_version_waits_for_at_most_one_turn_of_each_other() -> None:
+    """Turns are as long as a version has requests. Versions come, go and come back."""
+    turns = VersionTurns(turn_steps=4)
+    requests = {"a": 8, "b": 2, "c": 1}
+    assert "".join(turns.next(requests) for _ in range(12)) == "aaaabcaaaabc"
+    assert "".join(turns.next({"b": 2, "c": 2}) for _ in range(9)) == "bbbbccccb"
+    turns.end()
+    assert "".join(turns.next({"b": 2, "c": 2, "d": 2}) for _ in range(9)) == "ddddccccb"
+    assert turns.next({}) == ""
 
 
 # parts

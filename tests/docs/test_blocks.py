@@ -165,11 +165,16 @@ def test_environments_on_the_pages_run_an_episode(here: Path) -> None:
     pytest.importorskip("gymnasium")
     import asyncio
 
-    doubling, lake = names_of("docs/environments.md")
+    doubling, stored, lake, _ = names_of("docs/environments.md")
     made: Any = doubling["Doubling"]
     game = made()
     assert asyncio.run(game.reset({"prompt": "12,12:", "number": 12}, 0)) == "12,12:"
     assert asyncio.run(game.step("24")).done
+    made = stored["StoredDoubling"]
+    before, after = made(), made()
+    asyncio.run(before.reset({"prompt": "12,12:", "number": 12}, 0))
+    after.restore(before.snapshot())
+    assert asyncio.run(after.step("24")).done
     made = lake["Lake"]
     assert "you are at 0" in asyncio.run(made().reset({"prompt": "lake", "seed": 0}, 0))
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.engine.engine_cluster import EngineCluster
@@ -14,6 +15,7 @@ import dora.engine.engine as engine_module
 from dora.core.types import RequestId
 from dora.engine.batch_invariant import LogprobScorer
 from dora.engine.cuda_graphs import CUDAGraphRunner
+from dora.engine.decode_batch import PartialOutput
 from dora.engine.engine import Engine
 from dora.engine.messages import ExportFailed, ImportFinished, TurnFinished
 from dora.engine.request import Completion, EngineError, Request
@@ -59,12 +61,19 @@ class Environment:
         self.engine.check()
         return done
 
-    def run(self, requests: list[Request]) -> Completions:
+    def run(self, requests: list[Request], num_steps: int = 1000) -> Completions:
         self.engine.submit(requests)
         completions: Completions = {}
-        while not self.engine.is_idle:
-            completions |= self.step()
+        for _ in range(num_steps):
+            if not self.engine.is_idle:
+                completions |= self.step()
         return completions
+
+    def lose_engine(self, completions: Completions) -> dict[RequestId, PartialOutput]:
+        """What the engine has of its requests once it has read the last observations."""
+        completions |= {completion.id: completion for completion in self.engine.step()}
+        self._pending += [(self._step, turn) for turn in self.engine.pop_finished_turns()]
+        return self.engine.partial_outputs()
 
     def _reply(self, turn: TurnFinished) -> None:
         number = self.num_turns.get(turn.request_id, 0)
@@ -110,6 +119,62 @@ def test_an_episode_is_one_sequence_whose_kv_is_computed_once(kernels: str) -> N
     num_prompt_tokens = sum(request.num_prefill_tokens for request in requests)
     assert engine.num_prefilled == num_prompt_tokens + 8 * 24
     assert (engine.num_decoded, engine.num_swapped, engine.kv_usage) == (8 * 24, 0, 0)
+
+
+@pytest.mark.parametrize("num_steps", [4, 6, 8, 13, 20, 27])
+@pytest.mark.parametrize("settings", [{"exact": True}, {"num_blocks": 12, "max_rows": 3}])
+def test_episodes_of_a_lost_engine_continue_on_another_one(
+    num_steps: int, settings: dict[str, object]
+) -> None:
+    """No turn and no observation is repeated, and what is drawn is what would have been drawn."""
+    torch.set_num_threads(1)
+    requests = [episode(number) for number in range(4)]
+    expected = Environment(make_episode_engine(**settings)).run(requests)  # type: ignore[arg-type]
+    environment = Environment(make_episode_engine(**settings), lambda turn: 2 * turn.request_id.row)  # type: ignore[arg-type]
+    completions = environment.run(requests, num_steps)
+    outputs, num_replies = environment.lose_engine(completions), sum(environment.num_turns.values())
+    engine = environment.engine = make_episode_engine(**settings)  # type: ignore[arg-type]
+    unfinished = [request for request in requests if request.id not in completions]
+    engine.submit(unfinished, outputs)
+    assert engine.progress() == {
+        r.id: len(outputs[r.id].token_ids) if r.id in outputs else 0 for r in unfinished
+    }
+    completions |= environment.run([])
+    assert completions.keys() == expected.keys()
+    if "exact" in settings:
+        assert completions == expected
+    else:
+        assert all(same(completions[i], expected[i]) for i in expected)
+    assert sum(environment.num_turns.values()) == 4 * (len(OBSERVATIONS) + 1) > num_replies
+    sampled = {i: int(np.isfinite(output.logprobs[:, 0]).sum()) for i, output in outputs.items()}
+    assert engine.num_decoded == 24 * len(unfinished) - sum(sampled.values())
+
+
+@pytest.mark.parametrize("params", [{}, {"max_tokens": 4}, {"max_turn_tokens": 3}])
+def test_an_output_that_ends_with_a_whole_turn_waits_for_its_observation(params: dict[str, object]) -> None:
+    """Without parameters its third token is a stop token."""
+    _, whole = first_turn(episode(0))
+    request = episode(0, **(params or {"stop_ids": (whole.token_ids[2],)}))  # type: ignore[arg-type]
+    lost, turn = first_turn(request)
+    engine = make_episode_engine()
+    engine.submit([request], lost.partial_outputs([request.id]))
+    assert not engine.can_step
+    engine.end_episode(request.id)
+    completions: list[Completion] = []
+    while not engine.is_idle:
+        completions += engine.step()
+    assert [completion.token_ids.tolist() for completion in completions] == [turn.token_ids]
+    assert len(turn.token_ids) < len(whole.token_ids)
+    assert (completions[0].finish_reason, engine.num_decoded) == (turn.finish_reason, 0)
+
+
+def first_turn(request: Request) -> tuple[Engine, TurnFinished]:
+    """An engine that has generated the first turn of a request."""
+    engine = make_episode_engine()
+    engine.submit([request])
+    while not (turns := engine.pop_finished_turns()):
+        engine.step()
+    return engine, turns[0]
 
 
 def test_in_exact_mode_a_scorer_computes_the_same_bits_after_observations() -> None:

@@ -76,6 +76,11 @@ class RecordedRunner:
         self.runner.start(episode, {"from": number}, seed=0)
         return await self._replies[episode].get()
 
+    async def restore(self, episode: str, state: bytes) -> EnvReply:
+        self._replies[episode] = asyncio.Queue()
+        self.runner.restore(episode, state)
+        return await self._replies[episode].get()
+
     async def turn(self, episode: str, action: str = "-", num_left: int = 10) -> EnvReply:
         self.runner.submit_turn(episode, encode(action), num_left)
         return await self._replies[episode].get()

@@ -53,3 +53,11 @@ def test_an_environment_needs_a_plain_close_method(tmp_path: Path, close: str) -
     file.write_text(f"class Open:\n{methods}{close}")
     with pytest.raises(EnvError, match="it needs a method `def close`"):
         load_environment(f"{file}:Open")
+
+
+def test_an_environment_with_snapshots_can_restore_them(tmp_path: Path) -> None:
+    file = tmp_path / "stored.py"
+    methods = "    def snapshot(self): ...\n"
+    file.write_text(f"from dora.envs.base import Environment\nclass Stored(Environment):\n{methods}")
+    with pytest.raises(EnvError, match="it also needs a method `def restore`"):
+        load_environment(f"{file}:Stored")

@@ -9,7 +9,7 @@ import pytest
 from tests.envs.countdown import LIMITS, Countdown, RecordedRunner, encode, run_episode, run_ready_tasks
 
 from dora.envs.base import Environment, Step
-from dora.envs.runner import EnvDone, EnvFailure, EnvObservation, EnvReset
+from dora.envs.runner import EnvDone, EnvFailure, EnvObservation, EnvReset, EnvRestored
 
 
 def test_the_reward_of_an_episode_is_the_sum_of_its_steps() -> None:
@@ -33,6 +33,48 @@ def test_rewards_are_summed_without_rounding_errors() -> None:
         await runner.start("e", number=6)
         replies = [await runner.turn("e") for _ in range(6)]
         assert replies[-1] == EnvDone(1.0)
+
+    asyncio.run(run())
+
+
+class StoredCountdown(Countdown):
+    """A countdown whose episodes survive their process."""
+
+    def snapshot(self) -> bytes:
+        return bytes([self._left])
+
+    def restore(self, state: bytes) -> None:
+        (self._left,) = state
+
+
+def test_an_episode_continues_from_its_state_in_another_process() -> None:
+    async def run() -> None:
+        runner = RecordedRunner(StoredCountdown)
+        started = await runner.start("e")
+        first = await runner.turn("e")
+        assert isinstance(started, EnvReset)
+        assert isinstance(first, EnvObservation)
+        for state, num_left in ((started.state, 3), (first.state, 2)):
+            other = RecordedRunner(StoredCountdown, replace(LIMITS, max_turns=3))
+            assert await other.restore("e", state) == EnvRestored()
+            replies = [await other.turn("e") for _ in range(num_left)]
+            assert replies[-1] == EnvDone(3.0)
+
+    asyncio.run(run())
+
+
+def test_a_snapshot_that_is_too_large_or_is_not_there_fails_the_episode() -> None:
+    class Large(StoredCountdown):
+        def snapshot(self) -> bytes:
+            return bytes(2**20 + 1)
+
+    async def run() -> None:
+        failed = await RecordedRunner(Large).start("e")
+        assert isinstance(failed, EnvFailure)
+        assert failed.reason == "environment snapshot has 1048577 bytes, more than 1048576"
+        failed = await RecordedRunner().restore("e", b"{}")
+        assert isinstance(failed, EnvFailure)
+        assert "environment has no method restore" in failed.reason
 
     asyncio.run(run())
 

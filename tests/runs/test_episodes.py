@@ -1,28 +1,42 @@
-"""A run of episodes that loses an engine and is then resumed: loss masks stay correct."""
+"""Runs of episodes that lose an engine or are resumed: episodes continue, and loss masks stay correct."""
 
 from __future__ import annotations
 
 import math
 import sqlite3
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import psutil
 from tests.runs.conftest import StartRun
-from tests.runtime.running import Run, dora, journal, summary
+from tests.runtime.running import Run, dora, journal, summary, wait_until_gone
 from tests.runtime.tiny import write_task
 
 ECHO = """
+from pathlib import Path
 from dora.envs.base import Environment, Step
+
+def log(call):
+    with Path(__file__).with_name("calls").open("a") as file:
+        file.write(call + "\\n")
 
 class Echo(Environment):
     async def reset(self, row, seed):
+        log("reset")
         self.num_steps = 0
         return row["prompt"]
 
     async def step(self, action):
+        log("step")
         self.num_steps += 1
         return Step("77:", action.count("7") + len(action) / 100, self.num_steps == 3)
+
+    def snapshot(self):
+        return bytes([self.num_steps])
+
+    def restore(self, state):
+        (self.num_steps,) = state
 """
 
 
@@ -32,6 +46,64 @@ def write_echo(folder: Path) -> Path:
     reward = '[reward]\nfunction = "task.py:reward"\n'
     config.write_text(config.read_text().replace(reward, '[env]\nenvironment = "echo.py:Echo"\n'))
     return config
+
+
+TURNS: dict[str, object] = {"sampling__max_turn_length": 5, "run__steps": 1, "orchestrator__max_staleness": 0}
+
+
+def calls(folder: Path) -> Counter[str]:
+    """How often the environments were called."""
+    path = folder / "calls"
+    return Counter(path.read_text().split() if path.exists() else ())
+
+
+def token_ids(out: Path) -> dict[tuple[str, int], bytes]:
+    """(group, sibling) -> tokens."""
+    with sqlite3.connect(out / "samples.sqlite") as samples:
+        rows = samples.execute("select group_id, sibling, token_ids from samples").fetchall()
+    return {(group, sibling): ids for group, sibling, ids in rows}
+
+
+def test_episodes_of_a_lost_engine_continue_and_repeat_no_step(start_run: StartRun, tmp_path: Path) -> None:
+    config = write_echo(tmp_path)
+    run = start_run(config, engine__min_step_time="100ms", **TURNS)
+    run.wait_until(lambda: calls(tmp_path)["step"] >= 3, "three steps of environments")
+    run.workers()[0].kill()
+    ended = run.end()
+    assert ended.code == 0, ended
+    assert calls(tmp_path) == {"reset": 4, "step": 12}
+    s = summary(run.out)
+    assert s["engine_failures"] == 1
+    assert s["kept_tokens"] > 0
+    audit = dora("audit", run.out)
+    assert audit.code == 0, audit
+    assert f"engines were lost 1 time: {s['kept_tokens']} token" in audit.out
+    undisturbed = Run(config, tmp_path / "undisturbed", **TURNS)  # type: ignore[arg-type]
+    assert undisturbed.end().code == 0
+    assert token_ids(run.out) == token_ids(undisturbed.out)
+
+
+def test_episodes_continue_in_a_resumed_run(start_run: StartRun, tmp_path: Path) -> None:
+    """After SIGKILL of everything, steps that the driver had a reply to are not repeated."""
+    config = write_echo(tmp_path)
+    run = start_run(config, engine__min_step_time="100ms", **TURNS)
+    run.wait_until(lambda: calls(tmp_path)["step"] >= 5, "five steps of environments")
+    workers = run.workers()
+    run.kill_all()
+    assert wait_until_gone(workers) == []
+    num_steps = calls(tmp_path)["step"]
+    resumed = Run(None, run.out)
+    assert resumed.end().code == 0, resumed.end()
+    assert calls(tmp_path)["reset"] == 4
+    assert 12 <= calls(tmp_path)["step"] <= 12 + 4 < 12 + num_steps
+    (event,) = (line for line in journal(run.out) if line["kind"] == "resumed")
+    assert sum(num_tokens for _, num_tokens in event["kept_tokens"]) > 0
+    audit = dora("audit", run.out)
+    assert audit.code == 0, audit
+    assert "0 requests restarted from the prompt" in audit.out
+    undisturbed = Run(config, tmp_path / "undisturbed", **TURNS)  # type: ignore[arg-type]
+    assert undisturbed.end().code == 0
+    assert token_ids(run.out) == token_ids(undisturbed.out)
 
 
 def test_episodes_survive_a_lost_engine_and_a_resume(start_run: StartRun, tmp_path: Path) -> None:

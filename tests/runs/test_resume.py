@@ -19,6 +19,7 @@ from tests.runtime.running import dora, journal, metrics, summary
 from tests.runtime.tiny import MODEL, PROMPTS
 
 from dora.core.codec import SNAPSHOT_SCHEMA
+from dora.engine.messages import OutputPart
 from dora.errors import InputError
 from dora.model.pretrained import save_pretrained
 from dora.model.weights import initial_weights
@@ -89,7 +90,8 @@ def test_unfinished_outputs_continue_from_their_last_durable_token(
     run.wait_until(lambda: path.is_file() and path.stat().st_size > 2000, "durable tokens")
     resumable.kill_after(run, 0)
     killed_at = len(journal(resumable.out))
-    parts = {part.request: part.start + len(part.token_ids) for part in _read(path.read_bytes())}
+    found = [part for _, part in _read(path.read_bytes()) if isinstance(part, OutputPart)]
+    parts = {part.request: part.start + len(part.token_ids) for part in found}
     assert resumable.resume(engine__min_step_time="400ms").end().code == 0
     first: dict[tuple[int, ...], int] = {}
     for line in journal(resumable.out)[killed_at:]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -149,3 +150,37 @@ def test_the_row_of_the_dataset_is_in_the_environment(run: FakeRun) -> None:
     prompt, fields, url = outputs(run)[0].split()
     assert (prompt, json.loads(fields)) == ("13:", {})
     assert url.startswith(f"{Address.of_run(run.setup.out).url}/s/")
+
+
+DOCKER = """#!/bin/sh
+options=""
+while [ $# -gt 0 ] && [ "$1" != image:1 ]; do options="$options$1 "; shift; done
+echo "$options" >> "$(dirname "$0")/calls"
+[ $# -eq 0 ] || { shift; exec "$@"; }
+"""
+
+
+def test_a_container_is_started_for_each_command_and_removed(
+    run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a program in place of Docker, which writes its arguments and runs the command."""
+    docker = tmp_path / "bin" / "docker"
+    docker.parent.mkdir()
+    docker.write_text(DOCKER)
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{docker.parent}:{os.environ['PATH']}")
+    ends, model = roll_out(run, AGENT + "print(0.5)", 1, image="image:1")
+    assert (ends, rewards(model)) == (Counter(rewarded=1), [0.5])
+    started, removed = (docker.parent / "calls").read_text().splitlines()
+    assert started.startswith("run --rm --init --name dora-")
+    assert removed.split() == ["rm", "--force", started.split()[4]]
+    assert "--network host --env OPENAI_BASE_URL --env OPENAI_API_KEY" in started
+    assert "DORA_REWARD_FILE" not in started
+    assert Address.of_run(run.setup.out).token not in started
+
+
+def test_without_docker_an_image_is_an_error(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    rollout = Rollout(["agent"], Address.of_run(run.setup.out), run.setup.out, 1, 1.0, print, "image:1")
+    with pytest.raises(InputError, match="no program docker on this machine; install Docker, or leave"):
+        rollout.run_all()

@@ -46,6 +46,7 @@ class AuditCounts:
     losses: int = 0  # of an engine, or of the whole run
     kept_tokens: int = 0  # of the requests that lost their engine, which continued after them
     lost_tokens: int = 0  # of these requests, reported and generated again
+    restarted: int = 0  # of these requests: all of their reported tokens are generated again
     branches: int = 0  # of episodes whose history was changed
     segmented: int | None = None  # trajectories of several versions; None: the policy promises C1
 
@@ -137,6 +138,7 @@ def check(run: Path) -> AuditResult:
         losses=versions.num_losses,
         kept_tokens=versions.num_kept_tokens,
         lost_tokens=versions.num_lost_tokens,
+        restarted=versions.num_restarted,
         branches=stored.num_branches,
         segmented=versions.num_segmented if journal.limits.breaks_c1 else None,
     )
@@ -183,7 +185,8 @@ def describe(counts: AuditCounts) -> dict[str, str]:
     if counts.losses:
         sampled += (
             f"; engines were lost {plural(counts.losses, 'time')}: {plural(counts.kept_tokens, 'token')} of "
-            f"their requests kept, {counts.lost_tokens:,} of the reported ones lost"
+            f"their requests kept, {counts.lost_tokens:,} of the reported ones lost, "
+            f"{plural(counts.restarted, 'request')} restarted from the prompt"
         )
     if counts.branches:
         sampled += f", branches of changed histories: {counts.branches:,}"

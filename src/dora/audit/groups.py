@@ -65,8 +65,7 @@ class GroupAudit:
             case PromptsFetched():
                 self._on_fetched(record)
             case SkipPrompts(groups):
-                self._check(groups == self._due_skips, _describe_skips(groups, self._due_skips))
-                self._due_skips = ()
+                self._check_skips(groups)
             case Admit():
                 self._on_admit(record)
             case RequestFinished(_, request):
@@ -100,6 +99,8 @@ class GroupAudit:
             self.outcomes["pending" if outcome == IN_BATCH else outcome] += 1
             is_lost = self._steps.is_stopped and outcome not in ("trained", "filtered", "failed")
             self._check(not is_lost, f"group {group} was admitted and has no outcome in a finished run")
+        if self._steps.is_stopped:
+            self._check_skips(())
         if self._samples is not None:
             for step, batch in enumerate(trained):
                 for group in batch:
@@ -117,7 +118,7 @@ class GroupAudit:
             event.first_index == self._num_positions,
             f"prompts were fetched from position {event.first_index}, expected {self._num_positions}",
         )
-        self._due_skips = ()
+        self._check_skips(())
         for position, group in enumerate(event.groups, self._num_positions):
             epoch, end = 0, position + 1
             if self._bounds is not None:  # each source has epochs of its own
@@ -137,6 +138,11 @@ class GroupAudit:
             self._known.add(group)
         self._num_positions += len(event.groups)
 
+    def _check_skips(self, groups: tuple[GroupId, ...]) -> None:
+        """The skips of the last fetch are these, and reported before what comes after it."""
+        self._check(groups == self._due_skips, _describe_skips(groups, self._due_skips))
+        self._due_skips = ()
+
     def _is_skipped(self, group: GroupId) -> bool:
         """Whether the curriculum skips a prompt that is fetched now."""
         rule = self._limits.curriculum
@@ -147,7 +153,7 @@ class GroupAudit:
 
     def _on_admit(self, action: Admit) -> None:
         group, index = action.group, action.index
-        self._check(not self._due_skips, _describe_skips((), self._due_skips))
+        self._check_skips(())
         is_fetched = self.num_admitted < len(self._admissible)
         position, fetched = self._admissible[self.num_admitted] if is_fetched else (None, None)
         self.num_admitted += 1

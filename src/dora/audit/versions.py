@@ -41,6 +41,7 @@ class VersionAudit:
         self.num_segmented = 0  # trajectories that several versions sampled
         self.num_losses = 0  # of an engine, or of the whole run
         self.num_kept_tokens = self.num_lost_tokens = 0  # of the requests that lost their engine
+        self.num_restarted = 0  # of these requests, without any token
         self._num_tokens: dict[RequestId, int] = {}  # of unfinished responses, as last reported
         self.num_prefilled = 0  # tokens recomputed because their request migrated without KV
         self.versions: set[int] = set()  # that sampled trajectories
@@ -182,6 +183,7 @@ class VersionAudit:
             num_kept, num_tokens = kept_tokens.get(request, 0), self._num_tokens.pop(request, 0)
             self.num_kept_tokens += num_kept
             self.num_lost_tokens += max(0, num_tokens - num_kept)
+            self.num_restarted += num_tokens > 0 and not num_kept
 
     def _on_resumed(self, event: Resumed) -> None:
         """All engines are new; the versions that were kept must be those that were published."""

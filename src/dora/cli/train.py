@@ -188,12 +188,16 @@ def rollout(
         int, typer.Option("--concurrency", "-n", min=1, max=1000, help="Commands at a time.")
     ] = 8,
     timeout: Annotated[float, typer.Option(min=0.1, help="Maximum time of a command (s).")] = 600.0,
+    docker: Annotated[
+        str | None,
+        typer.Option(metavar="IMAGE", help="Run each command in a Docker container of this image."),
+    ] = None,
 ) -> None:
     """Run the episodes of a served run with any command, until the run ends: see docs/service.md."""
     from dora.service.client import Address
     from dora.service.rollout import Rollout, describe
 
-    rollout = Rollout(command, Address.of_run(run), run, concurrency, timeout, typer.echo)
+    rollout = Rollout(command, Address.of_run(run), run, concurrency, timeout, typer.echo, docker)
     typer.echo(describe(rollout.run_all()))
 
 

@@ -24,7 +24,7 @@ from dora.engine.kernels.sampler import (
     SamplingMetadata,
     sampling_metadata,
 )
-from dora.engine.request import Completion, Sequence
+from dora.engine.request import Completion, Request, Sequence
 from dora.model.device import to_device
 
 MAX_STOP_IDS = 8
@@ -89,14 +89,21 @@ class DecodeBatch:
         stop = start + len(output.token_ids)
         self._tokens[row, start:stop] = output.token_ids
         self._logprobs[row, start:stop] = output.logprobs
-        observed = np.isnan(output.logprobs[:, 0]).nonzero()[0]
-        if observed.size:
-            self._start_turn(sequence, start + int(observed[-1]) + 1)
+        if turn_start := _turn_start(output):
+            self._start_turn(sequence, start + turn_start)
         for chunk in output.chunks:
             weights_id = self.weights_id(chunk.version, chunk.digest)
             self._token_weights[row, start : start + chunk.num_tokens] = weights_id
             start += chunk.num_tokens
         self._lengths[row] = stop
+
+    def has_ended_turn(self, request: Request, output: PartialOutput) -> bool:
+        """Whether the last turn of an episode's output is whole, so that it awaits an observation."""
+        sampling, turn = request.sampling, output.token_ids[_turn_start(output) :]
+        if not sampling.max_turn_tokens or not len(turn):
+            return False
+        has_length = len(turn) >= sampling.max_turn_tokens or len(output.token_ids) >= sampling.max_tokens
+        return has_length or turn[-1] in sampling.stop_ids or self._ends_with(sampling.stop_strings, turn)
 
     def set_active(self, rows: list[int]) -> None:
         """Set the rows that decode from now on, in order."""
@@ -198,10 +205,14 @@ class DecodeBatch:
 
     def _has_stop_string(self, row: int) -> bool:
         """Whether the row's last token completed one of its stop strings."""
-        if not self._stop_strings[row]:
+        return self._ends_with(self._stop_strings[row], self.turn_token_ids(row))
+
+    def _ends_with(self, stop_strings: tuple[str, ...], turn: Int64s) -> bool:
+        """Whether the last token of a turn completed one of the stop strings."""
+        if not stop_strings:
             return False
         assert self._detokenize is not None
-        return ends_with_stop_string(self._detokenize, self.turn_token_ids(row), self._stop_strings[row])
+        return ends_with_stop_string(self._detokenize, turn, stop_strings)
 
     def _chunks(self, weights_ids: Int64s) -> tuple[Chunk, ...]:
         """Runs of tokens with the same weights."""
@@ -211,6 +222,12 @@ class DecodeBatch:
         edges = [0, *(np.flatnonzero(weights_ids[1:] != weights_ids[:-1]) + 1).tolist(), weights_ids.size]
         runs = ((*sources[weights_ids[start]], stop - start) for start, stop in pairwise(edges))
         return tuple(Chunk(version, digest, num_tokens) for version, digest, num_tokens in runs)
+
+
+def _turn_start(output: PartialOutput) -> int:
+    """The number of the first token after the last observation token of an output."""
+    observed = np.flatnonzero(np.isnan(output.logprobs[:, 0]))
+    return int(observed[-1]) + 1 if observed.size else 0
 
 
 class SwappedSequence(NamedTuple):

@@ -315,7 +315,8 @@ class Engine:
         """Queue requests. Raises EngineError with those that cannot run; all others are queued.
 
         A request with a partial output of its version's weights continues it after one prefill; any other
-        output is ignored. With `inflight_update`, requests of an older version start with the newest one.
+        output is ignored. An episode whose output ends with a whole turn waits for `continue_episode` or
+        `end_episode`. With `inflight_update`, requests of an older version start with the newest one.
         """
         rejected: dict[RequestId, str] = {}
         for request in map(self._with_newest_version, requests):
@@ -325,6 +326,8 @@ class Engine:
                 num_computed = len(request.prompt_ids) + len(output.token_ids) - 1
                 self._scheduler.add_without_kv(request, num_blocks_for(num_computed))
                 self._kv_cache.add_without_kv(request.id, output)
+                if self._batch.has_ended_turn(request, output):
+                    self._scheduler.between_turns[request.id] = None
             else:
                 self._scheduler.add(request)
         if rejected:
@@ -353,36 +356,34 @@ class Engine:
         found = running | swapped | dict.fromkeys((*scheduler.prefilling, *scheduler.waiting), 0)
         return {i: num for i, num in found.items() if not self._migrator.is_exported(i)}
 
-    def partial_outputs(self) -> dict[RequestId, PartialOutput]:
-        """A copy of the output so far of each single-turn request that has any and is not exported.
+    def partial_outputs(self, ids: Collection[RequestId] | None = None) -> dict[RequestId, PartialOutput]:
+        """A copy of the output so far of each of these requests (None: of all) that has any and is not
+        exported.
 
         None with in-flight updates: no other engine could continue it.
         """
         if self._inflight_update is not None:
             return {}
+        running, swapped = self._scheduler.running, self._scheduler.swapped
+        chosen = [i for i in (*running, *swapped) if ids is None or i in ids]
         found = {
-            i: self._batch.partial_output(sequence) for i, sequence in self._scheduler.running.items()
-        } | {i: self._kv_cache.partial_output(i) for i in self._scheduler.swapped}
-        return {
-            i: output
-            for i, output in found.items()
-            if len(output.token_ids) and not (self._migrator.is_exported(i) or self._is_episode(i))
+            i: self._batch.partial_output(running[i]) if i in running else self._kv_cache.partial_output(i)
+            for i in chosen
+            if not self._migrator.is_exported(i)
         }
-
-    def _is_episode(self, request_id: RequestId) -> bool:
-        request = self._scheduler.request(request_id)
-        return request is not None and request.sampling.max_turn_tokens > 0
+        return {i: output for i, output in found.items() if len(output.token_ids)}
 
     def _can_continue(self, request: Request, output: PartialOutput) -> bool:
-        """Whether an output is an unfinished one of a single-turn request, with the weights loaded here.
+        """Whether an output is an unfinished one of the request, with the weights loaded here.
 
-        The weights are compared by digest: a version that was trained again has other ones.
+        The weights are compared by digest: a version that was trained again has other ones. Only an episode
+        can be unfinished with all of its tokens.
         """
         digest, num_tokens = self._loaded[request.version].digest, len(output.token_ids)
+        is_episode = request.sampling.max_turn_tokens > 0
         return (
-            not request.sampling.max_turn_tokens
-            and self._inflight_update is None
-            and 0 < num_tokens < request.sampling.max_tokens
+            self._inflight_update is None
+            and 0 < num_tokens < request.sampling.max_tokens + is_episode
             and output.logprobs.shape == (num_tokens, NUM_LOGPROBS)
             and output.chunks == (Chunk(request.version, digest, num_tokens),)
         )

@@ -8,6 +8,7 @@ docs/backends.md is the guide.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -150,10 +151,19 @@ class SupportsWarmUp(Protocol):
 
 @runtime_checkable
 class LoadsFiles(Protocol):
-    """What an engine implements beside `InferenceEngine` if it reads a version where it is published."""
+    """What an engine implements beside `InferenceEngine` if it reads a version where it is published.
 
-    def load_file(self, version: int, path: Path) -> str:
-        """As `load`, from a version's file of a weight store, which may be deleted afterwards."""
+    Other versions generate meanwhile.
+    """
+
+    def start_load(self, version: int, path: Path) -> Future[str]:
+        """Begin to load a version's file of a weight store, which may be deleted afterwards.
+
+        The future has the digest of what was read, or an EngineError. Raises EngineError as `load`.
+        """
+
+    def activate(self, version: int, digest: str) -> str:
+        """Accept requests of a version that was read, with the digest of its future; returns it."""
 
 
 class InferenceFactory(Protocol):

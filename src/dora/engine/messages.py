@@ -187,7 +187,7 @@ class SupportsEpisodes(Protocol):
 class OutputPart(NamedTuple):
     """Tokens [N] of an unfinished output from number `start` on, with log-probs [N, 3] as in `PartialOutput`.
 
-    All tokens of the output are from the weights of `version` with this digest.
+    All tokens of the output are from the weights of `version` with this digest, or observations for them.
     """
 
     request: RequestId
@@ -202,10 +202,15 @@ class OutputPart(NamedTuple):
 class ContinuesOutputs(Protocol):
     """What an engine implements beside `InferenceEngine` so that requests survive its loss."""
 
-    def partial_outputs(self) -> dict[RequestId, PartialOutput]:
-        """A copy of the output so far of each request that another engine could continue."""
+    def partial_outputs(self, ids: Collection[RequestId] | None = None) -> dict[RequestId, PartialOutput]:
+        """A copy of the output so far of each of these requests (None: of all) that another engine could
+        continue.
+        """
 
     def submit(
         self, requests: Collection[Request], outputs: Mapping[RequestId, PartialOutput] | None = None
     ) -> None:
-        """As `InferenceEngine.submit`; requests with an output of the same weights continue it."""
+        """As `InferenceEngine.submit`; requests with an output of the same weights continue it.
+
+        An episode whose output ends with a whole turn waits for `continue_episode` or `end_episode`.
+        """

@@ -11,11 +11,12 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from dora.errors import EnvError
 from dora.loading import load_attribute
 
+MAX_SNAPSHOT_BYTES = 2**20
 Observation = str | Sequence[Mapping[str, str]]  # text, or messages with a "role" and a "content"
 
 
@@ -53,10 +54,26 @@ class Environment:
         """Release resources; may be called in the middle of an episode or of a call."""
 
 
+@runtime_checkable
+class SupportsSnapshots(Protocol):
+    """What an environment implements beside `Environment` so that its episodes survive the whole run.
+
+    The run stores a snapshot after `reset` and after each step. If all of its processes are killed, the
+    resumed run restores the last one.
+    """
+
+    def snapshot(self) -> bytes:
+        """The state of the episode, at most MAX_SNAPSHOT_BYTES."""
+
+    def restore(self, state: bytes) -> None:
+        """Continue the episode of a snapshot, in place of `reset`."""
+
+
 def load_environment(name: str) -> Callable[[], Environment]:
     """The class "file.py:Class" or "package.module:Class", or a function that makes such objects.
 
-    Raises EnvError if it does not exist, if `reset` or `step` is not a coroutine, or `close` is one.
+    Raises EnvError if it does not exist, if `reset` or `step` is not a coroutine, or `close` is one, or if it
+    has one of `snapshot` and `restore`.
     """
     make: Callable[[], Environment] = load_attribute(name, "env.environment", EnvError)
     if inspect.isclass(make):
@@ -66,6 +83,9 @@ def load_environment(name: str) -> Callable[[], Environment]:
         close = getattr(make, "close", None)
         if not callable(close) or inspect.iscoroutinefunction(close):
             raise EnvError(f"env.environment = {name!r}: it needs a method `def close`")
+        if hasattr(make, "snapshot") != hasattr(make, "restore"):
+            missing = "restore" if hasattr(make, "snapshot") else "snapshot"
+            raise EnvError(f"env.environment = {name!r}: it also needs a method `def {missing}`")
     return make
 
 

@@ -7,6 +7,8 @@ names each episode; a name is used once.
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import math
 import traceback
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
@@ -15,9 +17,11 @@ from itertools import count
 from typing import Any, TypeVar
 
 from dora.envs.base import (
+    MAX_SNAPSHOT_BYTES,
     Environment,
     Fault,
     Observation,
+    SupportsSnapshots,
     check_observation,
     check_step,
     close_environment,
@@ -29,16 +33,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EnvReset:
-    """The episode has started with this prompt."""
+    """The episode has started with this prompt. `state` is for `EnvRunner.restore`; empty: it has none."""
 
     prompt_ids: list[int]
+    state: bytes = b""
+
+
+@dataclass(frozen=True)
+class EnvRestored:
+    """The episode continues from a state."""
 
 
 @dataclass(frozen=True)
 class EnvObservation:
-    """The observation that follows the policy's turn; the episode continues."""
+    """The observation that follows the policy's turn; the episode continues. `state` as in `EnvReset`."""
 
     token_ids: list[int]
+    state: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,7 @@ class EnvFailure:
     detail: str
 
 
-EnvReply = EnvReset | EnvObservation | EnvDone | EnvFailure
+EnvReply = EnvReset | EnvRestored | EnvObservation | EnvDone | EnvFailure
 
 
 @dataclass(frozen=True)
@@ -98,8 +109,24 @@ class EnvRunner:
 
     def start(self, episode: Hashable, row: Mapping[str, Any], seed: int) -> None:
         """Reset an environment; sends `EnvReset` or `EnvFailure`."""
-        self._turns[episode] = asyncio.Queue()
-        self._tasks[episode] = asyncio.create_task(self._run(episode, row, seed))
+
+        async def reset(environment: Environment) -> list[float]:
+            first = check_observation(await self._with_timeout(environment.reset(row, seed)))
+            prompt_ids = self._encode_prompt(first)
+            self._send(episode, EnvReset(prompt_ids, _encode_state(environment, [])))
+            return []
+
+        self._begin(episode, reset)
+
+    def restore(self, episode: Hashable, state: bytes) -> None:
+        """Continue an episode from its state after a turn; sends `EnvRestored` or `EnvFailure`."""
+
+        async def restore(environment: Environment) -> list[float]:
+            rewards = _restore(environment, state)
+            self._send(episode, EnvRestored())
+            return rewards
+
+        self._begin(episode, restore)
 
     def submit_turn(self, episode: Hashable, token_ids: Sequence[int], num_left: int) -> None:
         """Execute a turn of the policy; sends `EnvObservation`, `EnvDone` or `EnvFailure`.
@@ -116,13 +143,17 @@ class EnvRunner:
         if (task := self._tasks.pop(episode, None)) is not None:
             task.cancel()
 
-    async def _run(self, episode: Hashable, row: Mapping[str, Any], seed: int) -> None:
+    def _begin(self, episode: Hashable, start: Callable[[Environment], Awaitable[list[float]]]) -> None:
+        self._turns[episode] = asyncio.Queue()
+        self._tasks[episode] = asyncio.create_task(self._run(episode, start))
+
+    async def _run(self, episode: Hashable, start: Callable[[Environment], Awaitable[list[float]]]) -> None:
+        """Run an episode; `start` returns the rewards of the turns before."""
         environment: Environment | None = None
         try:
             environment = self._idle.pop() if self._idle else self._make()
-            first = check_observation(await self._with_timeout(environment.reset(row, seed)))
-            self._send(episode, EnvReset(self._encode_prompt(first)))
-            self._send(episode, EnvDone(await self._run_turns(episode, environment)))
+            rewards = await start(environment)
+            self._send(episode, EnvDone(await self._run_turns(episode, environment, rewards)))
             self._idle.append(environment)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if episode in self._tasks:  # not cancelled by `cancel`
@@ -132,10 +163,9 @@ class EnvRunner:
         self._turns.pop(episode, None)
         self._tasks.pop(episode, None)
 
-    async def _run_turns(self, episode: Hashable, environment: Environment) -> float:
+    async def _run_turns(self, episode: Hashable, environment: Environment, rewards: list[float]) -> float:
         """Run turns until the environment is done, or no turns or tokens are left; the sum of all rewards."""
-        rewards: list[float] = []
-        for number in count(1):
+        for number in count(len(rewards) + 1):
             token_ids, num_left = await self._turns[episode].get()
             action = self._codec.decode(token_ids)
             step = check_step(await self._with_timeout(environment.step(action)))
@@ -147,7 +177,7 @@ class EnvRunner:
                 raise Fault("environment gave an empty observation")
             if len(observation) >= num_left:  # no token is left for another turn
                 break
-            self._send(episode, EnvObservation(observation))
+            self._send(episode, EnvObservation(observation, _encode_state(environment, rewards)))
         return math.fsum(rewards)
 
     async def _with_timeout(self, call: Awaitable[T]) -> T:
@@ -169,3 +199,23 @@ class EnvRunner:
                 f"{max_length}"
             )
         return prompt_ids
+
+
+def _encode_state(environment: Environment, rewards: Sequence[float]) -> bytes:
+    """The state of an episode between two turns; empty if its environment has no snapshots. Raises Fault."""
+    if not isinstance(environment, SupportsSnapshots):
+        return b""
+    snapshot = environment.snapshot()
+    if len(snapshot) > MAX_SNAPSHOT_BYTES:
+        raise Fault(f"environment snapshot has {len(snapshot)} bytes, more than {MAX_SNAPSHOT_BYTES}")
+    return json.dumps({"rewards": [*rewards], "snapshot": base64.b64encode(snapshot).decode()}).encode()
+
+
+def _restore(environment: Environment, state: bytes) -> list[float]:
+    """Restore an environment; returns the rewards so far. Raises Fault if it has no snapshots any more."""
+    if not isinstance(environment, SupportsSnapshots):
+        raise Fault("environment has no method restore, and its episode was stored with a snapshot")
+    fields = json.loads(state)
+    environment.restore(base64.b64decode(fields["snapshot"]))
+    rewards: list[float] = fields["rewards"]
+    return rewards

@@ -156,6 +156,7 @@ class ProcessExecutor:
             self.engine_pool,
             self.events,
             self.sample_book,
+            self.clock,
         )
         self.engine_pool.on_engine_message = self.episodes.on_engine_message
 

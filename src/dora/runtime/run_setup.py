@@ -751,6 +751,7 @@ class RunSetup:
             num_kv_blocks=config.engine.num_kv_blocks,
             prefill_budget=config.engine.max_prefill_tokens or _PREFILL_TOKENS[is_gpu(config.engine.device)],
             inflight_update=config.orchestrator.update_policy if config.breaks_c1 else None,
+            output_interval_s=config.runtime.output_interval_s,
         )
 
     def trainer_spec(self, weights: Path, stream: Path, checkpoint: Path | None = None) -> TrainerSpec:

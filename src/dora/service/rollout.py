@@ -3,7 +3,8 @@
 The command reaches its session as `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and
 `ANTHROPIC_API_KEY`. `DORA_PROMPT` and `DORA_FIELDS` have the row of the dataset: the prompt as text or JSON,
 the other columns as a JSON object. The reward is the number in the file `DORA_REWARD_FILE`, or the last line
-of the output, or comes from the reward tasks of the run.
+of the output, or comes from the reward tasks of the run. With an image, each command runs in a container of
+its own, which sees no file of this machine.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +42,10 @@ class CommandEnd(NamedTuple):
 
 @dataclass(frozen=True)
 class Rollout:
-    """`command` for each episode of a run, `concurrency` at a time, each for at most `timeout_s`."""
+    """`command` for each episode of a run, `concurrency` at a time, each for at most `timeout_s`.
+
+    `image` is that of a Docker container for each command; None: it runs on this machine.
+    """
 
     command: Sequence[str]
     address: Address
@@ -48,12 +53,19 @@ class Rollout:
     concurrency: int
     timeout_s: float
     report: Callable[[str], None]
+    image: str | None = None
 
     def run_all(self) -> Counter[str]:
         """Run episodes until the run ends; returns how often they ended in which way.
 
-        Raises InputError if the command cannot be started or requests no turn, or if the run has no agents.
+        Raises InputError if the command cannot be started or requests no turn, if the run has no agents, or
+        if there is no Docker for the image.
         """
+        if self.image is not None and shutil.which("docker") is None:
+            raise InputError(
+                f"--docker {self.image}: there is no program docker on this machine; install Docker, or leave"
+                " the option out to run the command without a container"
+            )
         try:
             return asyncio.run(self._run_all())
         except ExceptionGroup as errors:
@@ -104,18 +116,22 @@ class Rollout:
     async def _run_command(self, client: AsyncClient, session: Mapping[str, Any]) -> CommandEnd:
         output = self._output(session)
         reward_file = output.with_suffix(".reward")
+        environment, container = self._environment(session, reward_file), f"dora-{session['session']}"
+        command = self.command
+        if self.image is not None:
+            command = docker_command(self.image, container, environment, command)
         with output.open("wb") as file:
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *self.command,
+                    *command,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=file,
                     stderr=asyncio.subprocess.STDOUT,
-                    env={**os.environ, **self._environment(session, reward_file)},
+                    env={**os.environ, **environment},
                     start_new_session=True,
                 )
             except OSError as error:
-                raise InputError(f"cannot start {self.command[0]}: {error.strerror}") from error
+                raise InputError(f"cannot start {command[0]}: {error.strerror}") from error
         keeper = asyncio.create_task(_renew_lease(client, session["session"], session["lease_s"] / 3))
         waiter = asyncio.create_task(process.wait())
         try:
@@ -131,6 +147,8 @@ class Rollout:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # also what the command has left behind
             await waiter
+            if self.image is not None:
+                await _remove_container(container)
         if process.returncode != 0:
             return CommandEnd(failure=f"exit status {process.returncode}")
         return CommandEnd(_read_reward(reward_file, output))
@@ -172,6 +190,29 @@ class Rollout:
             "DORA_FIELDS": json.dumps(session["fields"]),
             "DORA_REWARD_FILE": str(reward_file.resolve()),
         }
+
+
+def docker_command(
+    image: str, container: str, environment: Mapping[str, str], command: Sequence[str]
+) -> list[str]:
+    """A command in a container that reaches the service and no file.
+
+    Docker's client takes the values of the variables from its own environment, so that no process listing has
+    the auth token.
+    """
+    names = [name for name in environment if name != "DORA_REWARD_FILE"]
+    variables = [part for name in names for part in ("--env", name)]
+    options = ["--rm", "--init", "--name", container, "--network", "host", *variables]
+    return ["docker", "run", *options, image, *command]
+
+
+async def _remove_container(container: str) -> None:
+    """Kill a container whose client was killed; one that has ended is not there any more."""
+    null = asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(
+        "docker", "rm", "--force", container, stdin=null, stdout=null, stderr=null
+    )
+    await process.wait()
 
 
 def describe(ends: Counter[str]) -> str:

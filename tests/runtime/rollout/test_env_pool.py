@@ -25,6 +25,7 @@ from dora.runtime.rollout.episodes import (
     EpisodeStarted,
     PolicyTurn,
 )
+from dora.runtime.rollout.partial_outputs import SavedEpisode
 from dora.runtime.run_setup import RunSetup
 
 ENVIRONMENT = """
@@ -42,6 +43,12 @@ class Echo(Environment):
         if action == "r":
             raise KeyError("nothing there")
         return Step(action, 0.5, action == "z")
+
+class Stored(Echo):
+    def snapshot(self):
+        return b"x"
+    def restore(self, state):
+        assert state == b"x"
 """
 TIMEOUT_S = 60.0
 ENV_TIMEOUT_S = 1000.0  # longer than any stall of a busy machine
@@ -105,6 +112,17 @@ def test_an_episode_runs_in_its_worker_and_returns_its_reward(driver: Driver) ->
     driver.pool.release(episode)
     driver.start(0)
     assert try_environment(driver.setup) == "first prompt '10:', 3 tokens"
+
+
+def test_an_episode_is_restored_in_a_worker(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, environment=f"{tmp_path}/echo.py:Stored")
+    episode = EpisodeId(RequestId(0, 0, 0), 0)
+    state = b'{"rewards": [0.25], "snapshot": "eA=="}'
+    driver.pool.start(episode, 0, SavedEpisode((1, 2, 3), 1, 7, state))
+    assert driver.next_reply() == EpisodeStarted(episode, (1, 2, 3))
+    driver.turn(episode, 1, "z")
+    assert driver.next_reply() == EpisodeEnded(episode, 1, 0.75)
+    driver.pool.close()
 
 
 def test_an_exception_fails_one_episode_and_an_exit_all_episodes_of_the_process(driver: Driver) -> None:

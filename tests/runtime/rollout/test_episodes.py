@@ -25,10 +25,12 @@ from dora.core.events import (
     RequestsAborted,
 )
 from dora.core.types import Branch, Chunk, GroupId, RequestId
-from dora.engine.messages import TurnFinished
+from dora.engine.decode_batch import NUM_LOGPROBS
+from dora.engine.messages import OutputPart, TurnFinished
 from dora.engine.request import Request
 from dora.metrics.rollout import NO_USAGE
 from dora.runtime.process import messages as m
+from dora.runtime.process.supervisor import DriverClock
 from dora.runtime.rollout.engine_pool import EnginePool
 from dora.runtime.rollout.episodes import (
     EpisodeBranched,
@@ -41,6 +43,7 @@ from dora.runtime.rollout.episodes import (
     EpisodeStarted,
     PolicyTurn,
 )
+from dora.runtime.rollout.partial_outputs import FILE_NAME, PartialOutputs, SavedEpisode
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
 from dora.stream.sample_db import SampleStore
@@ -48,6 +51,8 @@ from dora.stream.sample_db import SampleStore
 FIRST, SECOND = RequestId(0, 3, 0), RequestId(0, 3, 1)
 GROUP = GroupId(0, 3)
 NAN = float("nan")
+MAX_TOKENS = 24  # of an episode
+OTHER_BACKEND = 2  # the number of an engine
 
 
 class Runner:
@@ -57,10 +62,13 @@ class Runner:
         self.started: dict[RequestId, EpisodeId] = {}
         self.released: list[EpisodeId] = []
         self.turns: list[PolicyTurn] = []
+        self.restored: list[SavedEpisode | None] = []
+        self.version = 7
 
-    def start(self, episode: EpisodeId, version: int) -> None:
-        assert version == 7
+    def start(self, episode: EpisodeId, version: int, saved: SavedEpisode | None = None) -> None:
+        assert version == self.version
         self.started[episode.request] = episode
+        self.restored.append(saved)
 
     def on_turn(self, turn: PolicyTurn) -> None:
         self.turns.append(turn)
@@ -79,6 +87,7 @@ class Engines:
 
     def __init__(self) -> None:
         self.workers: dict[int, None] = {0: None, 1: None}
+        self.digests = {7: "digest"}
         self.sent: list[tuple[int, object]] = []
         self.migrated: list[Request] = []
         self.is_moving = False
@@ -94,6 +103,9 @@ class Engines:
     def is_migrating(self, request: RequestId) -> bool:
         return self.is_moving
 
+    def continues_outputs(self, engine: int) -> bool:
+        return engine != OTHER_BACKEND
+
 
 class Driver:
     """`Episodes` with a runner and engines that do nothing by themselves."""
@@ -104,15 +116,19 @@ class Driver:
         self.samples = SampleStore(folder / "samples.sqlite")
         self.sample_book = SampleBook(self.setup, self.samples)
         self.events: deque[Event] = deque()
-        self.engines, self.runner = Engines(), Runner()
+        self.engines, self.runner, self.clock = Engines(), Runner(), DriverClock(lambda: 0.0)
+        self.episodes = self._make_episodes()
+
+    def _make_episodes(self) -> Episodes:
         engine_pool = cast(EnginePool, self.engines)
-        self.episodes = Episodes(
-            self.setup,
-            self.runner,
-            engine_pool,
-            self.events,
-            self.sample_book,
-        )
+        return Episodes(self.setup, self.runner, engine_pool, self.events, self.sample_book, self.clock)
+
+    def resume(self) -> None:
+        """Replace the driver by one that has only read the files."""
+        self.engines.sent.clear()
+        outputs = self.sample_book.partial_outputs = PartialOutputs(self.setup.out / FILE_NAME)
+        outputs.read([FIRST, SECOND], are_episodes=True)
+        self.episodes = self._make_episodes()
 
     def start(self, *requests: RequestId, engine: int = 0) -> None:
         """Start episodes, and give them a prompt."""
@@ -123,6 +139,17 @@ class Driver:
 
     def reply(self, reply: EpisodeReply) -> None:
         self.episodes.on_message(reply)
+
+    def report(self, request: RequestId, start: int, token_ids: list[int], digest: str = "digest") -> None:
+        """An engine reports tokens of an unfinished output."""
+        logprobs = np.full((len(token_ids), NUM_LOGPROBS), -0.5, np.float32)
+        part = OutputPart(request, 7, digest, start, np.array(token_ids, np.int32), logprobs)
+        self.episodes.on_engine_message(0, m.OutputsReported([part]))
+
+    def lose_engine(self, engine: int = 0) -> None:
+        """An engine crashes, and the orchestrator handles the event."""
+        del self.engines.workers[engine]
+        self.episodes.on_event(EngineLost(engine, "killed"))
 
     def generate_turn(self, request: RequestId = FIRST, num_left: int = 10, engine: int = 0) -> EpisodeId:
         """An engine generates a turn. Returns its episode."""
@@ -231,14 +258,143 @@ def test_a_group_without_episode_rewards_is_left_to_the_reward_tasks(driver: Dri
     assert driver.sample_book.score_from_episodes(GROUP) is None
 
 
+@pytest.mark.parametrize("moment", ["before the loss", "before the request", "after the request"])
+@pytest.mark.parametrize("reply", ["observation", "end", "branch"])
+def test_an_episode_of_a_lost_engine_continues_after_its_last_turn(
+    driver: Driver, moment: str, reply: str
+) -> None:
+    """Whenever the only reply of the environment to the turn arrives, the next engine gets it."""
+    driver.start(FIRST)
+    driver.report(FIRST, 0, [5, 6])
+    episode = driver.generate_turn(num_left=MAX_TOKENS - 2)
+    replies: dict[str, EpisodeReply] = {
+        "observation": EpisodeObservation(episode, 0, (4, 4)),
+        "end": EpisodeEnded(episode, 0, 0.5),
+        "branch": EpisodeBranched(episode, 0, (1, 3), num_new=1, parent=1),
+    }
+    if moment == "before the loss":
+        driver.reply(replies[reply])
+    driver.lose_engine()
+    if moment == "before the request":
+        driver.reply(replies[reply])
+    driver.engines.sent.clear()
+    driver.episodes.generate(Generate(1, 7, (FIRST,)))
+    if moment == "after the request":
+        driver.reply(replies[reply])
+    (engine, submitted), *others = driver.engines.sent
+    assert isinstance(submitted, m.SubmitRequests)
+    (request,), output = submitted.requests, submitted.outputs[FIRST]
+    assert (engine, request.prompt_ids, output.chunks[0][:2]) == (1, (1, 2), (7, "digest"))
+    is_known = reply == "observation" and moment != "after the request"
+    assert output.token_ids.tolist() == [5, 6, 4, 4] if is_known else [5, 6]
+    assert np.isnan(output.logprobs[:, 0]).tolist() == [False, False, True, True][: len(output.token_ids)]
+    message = m.ContinueEpisode(FIRST, (4, 4)) if reply == "observation" else m.EndEpisode(FIRST)
+    assert others == ([] if is_known else [(1, message)])
+    assert (len(driver.runner.turns), driver.runner.released) == (1, [])
+
+
+def test_an_episode_of_a_lost_engine_continues_in_its_turn(driver: Driver) -> None:
+    driver.start(FIRST)
+    driver.report(FIRST, 0, [5, 6])
+    driver.reply(EpisodeObservation(driver.generate_turn(num_left=MAX_TOKENS - 2), 0, (4,)))
+    driver.report(FIRST, 2, [4, 7])
+    driver.lose_engine()
+    driver.engines.sent.clear()
+    driver.episodes.generate(Generate(1, 7, (FIRST,)))
+    ((_, submitted),) = driver.engines.sent
+    assert isinstance(submitted, m.SubmitRequests)
+    assert submitted.outputs[FIRST].token_ids.tolist() == [5, 6, 4, 7]
+    driver.generate_turn(num_left=MAX_TOKENS - 5, engine=1)
+    assert [turn.number for turn in driver.runner.turns] == [0, 1]
+
+
+def test_an_episode_without_a_finished_turn_keeps_its_prompt(driver: Driver) -> None:
+    driver.episodes.generate(Generate(0, 7, (FIRST, SECOND)))
+    driver.reply(EpisodeStarted(driver.runner.started[FIRST], (1, 2)))
+    driver.lose_engine()
+    driver.engines.sent.clear()
+    driver.episodes.generate(Generate(1, 7, (FIRST, SECOND)))
+    driver.reply(EpisodeStarted(driver.runner.started[SECOND], (1, 2)))
+    assert [(engine, message.requests[0].id) for engine, message in driver.engines.sent] == [  # type: ignore[attr-defined]
+        (1, FIRST),
+        (1, SECOND),
+    ]
+    assert driver.runner.released == []
+
+
+@pytest.mark.parametrize("digest", ["digest", "of other weights"])
+def test_a_saved_episode_continues_in_a_resumed_run(driver: Driver, digest: str) -> None:
+    driver.episodes.generate(Generate(0, 7, (FIRST, SECOND)))
+    driver.reply(EpisodeStarted(driver.runner.started[FIRST], (1, 2), state=b"at the start"))
+    driver.reply(EpisodeStarted(driver.runner.started[SECOND], (1, 2)))
+    driver.report(FIRST, 0, [5, 6])
+    episode = driver.generate_turn(num_left=MAX_TOKENS - 2)
+    driver.reply(EpisodeObservation(episode, 0, (4,), b"after a turn"))
+    driver.report(FIRST, 3, [7, 8])
+    driver.report(SECOND, 0, [5, 6])
+    kept = driver.sample_book.partial_outputs
+    driver.resume()
+    driver.engines.digests[7] = digest
+    driver.episodes.generate(Generate(1, 7, (FIRST, SECOND)))
+    is_kept = digest == "digest"
+    saved = SavedEpisode((1, 2), 1, 3, b"after a turn")
+    assert kept.saved(FIRST) == saved
+    assert driver.runner.restored[2:] == [saved if is_kept else None, None]
+    driver.reply(EpisodeStarted(driver.runner.started[FIRST], (1, 2)))
+    ((engine, submitted),) = driver.engines.sent
+    assert isinstance(submitted, m.SubmitRequests)
+    found = [output.token_ids.tolist() for output in submitted.outputs.values()]
+    assert (engine, found) == (1, [[5, 6, 4, 7]] if is_kept else [])
+    driver.generate_turn(num_left=MAX_TOKENS - 5, engine=1)
+    assert [turn.number for turn in driver.runner.turns] == [0, 1 if is_kept else 0]
+
+
+def test_a_branch_continues_after_the_loss_of_its_engine(driver: Driver) -> None:
+    driver.start(FIRST)
+    driver.report(FIRST, 0, [5, 6])
+    episode = driver.generate_turn(num_left=MAX_TOKENS - 2)
+    driver.reply(EpisodeBranched(episode, 0, (1, 2, 5, 3), num_new=1, parent=3))
+    first = completion_of(FIRST, [5, 6], [-1.0, -2.0], (Chunk(7, "digest", 2),))
+    driver.engines.is_moving = True
+    driver.episodes.on_engine_message(0, m.RequestsCompleted([first], NO_USAGE))
+    driver.engines.is_moving = False
+    driver.lose_engine()
+    driver.engines.sent.clear()
+    driver.episodes.generate(Generate(1, 7, (FIRST,)))
+    ((_, submitted),) = driver.engines.sent
+    assert isinstance(submitted, m.SubmitRequests)
+    assert ([request.prompt_ids for request in submitted.requests], submitted.outputs) == ([(1, 2, 5, 3)], {})
+
+
+def test_an_episode_without_an_engine_ends_its_session_after_a_while(driver: Driver) -> None:
+    """Else an agent could wait for a row, and the episode in the row for an agent."""
+    driver.start(FIRST)
+    episode = driver.runner.started[FIRST]
+    driver.lose_engine()
+    driver.clock._ran_s += 59.0
+    driver.episodes.check_deadlines()
+    assert driver.runner.released == []
+    driver.clock._ran_s += 1.5
+    driver.episodes.check_deadlines()
+    assert driver.runner.released == [episode]
+    driver.start(FIRST, engine=1)
+    assert driver.runner.started[FIRST] != episode
+
+
+@pytest.mark.parametrize("reason", ["no report", "other weights", "other backend", "other version"])
 def test_an_episode_of_a_lost_engine_restarts_and_old_replies_are_ignored(
-    driver: Driver,
+    driver: Driver, reason: str
 ) -> None:
     driver.start(FIRST)
-    old = driver.generate_turn()
+    if reason != "no report":
+        driver.report(FIRST, 0, [5, 6], "other" if reason == "other weights" else "digest")
+    old = driver.generate_turn(num_left=MAX_TOKENS - 2)
     driver.reply(EpisodeEnded(old, 0, 1.0))
-    del driver.engines.workers[0]
-    driver.episodes.generate(Generate(1, 7, (FIRST,)))
+    driver.lose_engine()
+    driver.engines.workers[OTHER_BACKEND] = None
+    engine = OTHER_BACKEND if reason == "other backend" else 1
+    driver.runner.version = 8 if reason == "other version" else 7
+    driver.episodes.generate(Generate(engine, driver.runner.version, (FIRST,)))
     assert driver.runner.released == [old]
     assert driver.sample_book.episode_rewards == {}
     driver.engines.sent.clear()
@@ -251,17 +407,27 @@ def test_an_episode_of_a_lost_engine_restarts_and_old_replies_are_ignored(
         driver.reply(reply)
     assert (driver.engines.sent, [*driver.events]) == ([], [])
     driver.reply(EpisodeStarted(driver.runner.started[FIRST], (1, 2)))
-    assert [engine for engine, _ in driver.engines.sent] == [1]
+    ((sent_to, submitted),) = driver.engines.sent
+    assert isinstance(submitted, m.SubmitRequests)
+    assert (sent_to, submitted.outputs) == (engine, {})
 
 
-def test_replies_for_a_lost_engine_are_dropped(driver: Driver) -> None:
+@pytest.mark.parametrize("is_handled", [False, True])
+def test_failed_episodes_of_a_lost_engine_restart(driver: Driver, is_handled: bool) -> None:
     driver.episodes.generate(Generate(0, 7, (SECOND,)))
     driver.start(FIRST)
-    episode = driver.generate_turn()
-    del driver.engines.workers[0]
-    for failed in (episode, driver.runner.started[SECOND]):
-        driver.reply(EpisodeFailed(failed, "too slow"))
+    driver.report(FIRST, 0, [5, 6])
+    failed = [driver.generate_turn(), driver.runner.started[SECOND]]
+    if is_handled:
+        driver.lose_engine()
+    else:
+        del driver.engines.workers[0]
+    for episode in failed:
+        driver.reply(EpisodeFailed(episode, "too slow"))
     assert (driver.engines.sent, [*driver.events]) == ([], [])
+    driver.episodes.on_event(EngineLost(0, "killed"))
+    assert {*driver.runner.released} == {*failed}
+    assert driver.sample_book.partial_outputs.lengths([FIRST]) == ()
 
 
 def test_replies_that_are_not_awaited_are_ignored(driver: Driver) -> None:
@@ -301,16 +467,14 @@ def test_a_failed_episode_fails_at_once_or_after_the_turn_in_progress(driver: Dr
     assert len(driver.runner.released) == 2
 
 
-def test_the_episodes_of_a_lost_engine_end_at_once(driver: Driver) -> None:
+def test_a_migrated_episode_is_not_lost_with_its_first_engine(driver: Driver) -> None:
     driver.start(FIRST, SECOND)
     started = {**driver.runner.started}
     driver.episodes.on_event(Migrated(SECOND, 0, 1, 0, 0, 0.0, 0.0))
-    driver.episodes.on_event(EngineLost(0, "killed"))
-    assert driver.runner.released == [started[FIRST]]
-    driver.episodes.on_event(EngineLost(1, "killed"))
-    assert driver.runner.released == [started[FIRST], started[SECOND]]
-    driver.start(FIRST, engine=1)
-    assert (driver.runner.started[FIRST], len(driver.runner.released)) != (started[FIRST], 3)
+    driver.lose_engine()
+    for episode in started.values():
+        driver.reply(EpisodeFailed(episode, "too slow"))
+    assert driver.runner.released == [started[FIRST]], "the other one is in its turn on engine 1"
 
 
 def test_an_episode_that_cannot_start_fails_at_once(driver: Driver) -> None:

@@ -4,7 +4,8 @@ A subclass implements the calls of one kind of server. One thread reads each res
 version at a time, unless the subclass supports several, and its weights change only while it generates
 nothing. Running requests migrate: the tokens generated so far become part of the prompt, which the server
 prefills unless it imports the KV. So does the next turn of an episode, of which the server's prefix cache
-has most.
+has most. With `inflight_update`, running requests continue with each newer version, as in DORA-RL's own
+engine.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -62,7 +65,7 @@ class StreamDelta(NamedTuple):
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: str | None = None
-    weight_spans: Sequence[Mapping[str, object]] | None = None
+    weight_spans: Sequence[Mapping[str, Any]] | None = None
 
 
 @dataclass(eq=False)
@@ -83,6 +86,10 @@ class ServerRequest:
     is_halting: bool = False  # the server has been asked to abort it, for a migration
     halting_since_s: float = 0.0
     is_halted: bool = False  # and its response has ended
+    # With `inflight_update`:
+    chunks: list[Chunk] = field(default_factory=list)  # of the tokens before this response
+    sent_version: int = 0  # its version as this response began
+    is_renewing: bool = False  # it has been aborted, and continues with `request.version` in another response
     kv_folder: Path | None = None  # the KV that the server imports
     # Of an episode:
     turn_start: int = 0  # number of the current turn's first token
@@ -107,6 +114,11 @@ class ServerRequest:
         return self.token_ids[self.turn_start :]
 
     @property
+    def weights_version(self) -> int:
+        """The version that the server may still need for it."""
+        return self.sent_version if self.is_renewing else self.request.version
+
+    @property
     def is_generating(self) -> bool:
         return not self.is_halted and not self.turn_reason
 
@@ -128,14 +140,21 @@ class HttpEngine(ABC):
         max_context: int,
         dtype: str,
         silence_s: float,
+        inflight_update: str | None = None,
     ) -> None:
-        """The engine is lost if the server sends nothing for `silence_s` while it has requests."""
+        """The engine is lost if the server sends nothing for `silence_s` while it has requests.
+
+        `inflight_update`: see `InferenceFactory`; a server with one version has none.
+        """
         self.server, self._dtype, self._silence_s = server, dtype, silence_s
+        self._inflight_update = inflight_update
+        self._chunks: dict[str, Chunk] = {}  # by label: version and digest of all versions so far, no tokens
         self._model, self._config = Path(model), load_config(Path(model))
         self._layout = WeightLayout(self._config)
         self._max_rows, self._max_context = max_rows, max_context
         self._digests: dict[int, str] = {}  # of the versions that the server holds
-        self._labels: dict[int, str] = {}  # and their names there
+        self._labels: dict[int, str] = {}  # and their names there, also of one that is being loaded
+        self._load_thread = ThreadPoolExecutor(1)
         self._waiting: deque[Request] = deque()
         self._running: dict[RequestId, ServerRequest] = {}
         self._open_streams: set[ServerRequest] = set()  # for which the server may still generate
@@ -214,9 +233,10 @@ class HttpEngine(ABC):
                 f"version {version} has {source.numel()} weights in {dtype}; the model has "
                 f"{self._layout.numel} in {self._dtype}"
             )
-        return self._load(version, lambda label: self._send_weights(label, source))
+        loading = self._start_load(version, lambda label: self._send_weights(label, source))
+        return self.activate(version, loading.result())
 
-    def load_file(self, version: int, path: Path) -> str:
+    def start_load(self, version: int, path: Path) -> Future[str]:
         """See `LoadsFiles`. Raises EngineError for a file of another model, and as `read_header` does."""
         header = read_header(path)
         if (header.shapes, header.dtype) != (self._layout.shapes, self._dtype):
@@ -225,19 +245,54 @@ class HttpEngine(ABC):
                 f"are not those of the model: {self._layout.numel} of {len(self._layout.shapes)} in "
                 f"{self._dtype}"
             )
-        return self._load(version, lambda label: self._send_file(label, path))
+        return self._start_load(version, lambda label: self._send_file(label, path))
 
-    def _load(self, version: int, send: Callable[[str], str]) -> str:
-        """Load a version with `send`, which gets its name at the server and returns its digest."""
+    def activate(self, version: int, digest: str) -> str:
+        """See `LoadsFiles`."""
+        self._digests[version] = digest
+        self._chunks[self._weights_label(version)] = Chunk(version, digest, 0)
+        if self._inflight_update is not None:
+            self._continue_with_newest()
+        return digest
+
+    def _continue_with_newest(self) -> None:
+        """Continue all requests but held-out ones with the newest version."""
+        newest = max(self._digests)
+        self._waiting = deque(_with_version(request, newest) for request in self._waiting)
+        self._completions = [
+            each if each.id.is_held_out else replace(each, version=newest) for each in self._completions
+        ]
+        older = [each for each in self._running.values() if each.request.version < newest]
+        older = [each for each in older if not each.request.id.is_held_out]
+        for running in older:
+            running.request = _with_version(running.request, newest)
+            running.is_renewing = self._inflight_update == "partial"
+        if self._inflight_update == "partial":
+            self._abort_streams(older)
+        else:
+            self._keep_kv(newest)
+
+    def _keep_kv(self, version: int) -> None:
+        """Let the server continue all requests but held-out ones with the weights of a version."""
+        raise NotImplementedError("its capabilities have no inflight_update")
+
+    def _start_load(self, version: int, send: Callable[[str], str]) -> Future[str]:
+        """Load a version by `send`, which gets its name at the server and returns its digest.
+
+        A server with one version has no work meanwhile, and would not answer other calls: then return at the
+        end of the load.
+        """
         if version in self._digests or len(self._digests) >= self.num_slots:
             raise EngineError(
                 f"no free slot for version {version}: {[*self._digests]} are loaded and num_slots = "
                 f"{self.num_slots}; drop one"
             )
         self._wait_for_dropped_versions()
-        label = f"dora-{version}-{secrets.token_hex(8)}"
-        self._digests[version], self._labels[version] = send(label), label
-        return self._digests[version]
+        self._labels[version] = f"dora-{version}-{secrets.token_hex(8)}"
+        loading = self._load_thread.submit(send, self._labels[version])
+        if self.num_slots == 1:
+            loading.result()
+        return loading
 
     def _weights_label(self, version: int) -> str:
         """The server's name for the weights in the spans of this version's responses."""
@@ -254,6 +309,10 @@ class HttpEngine(ABC):
         del self._digests[version], self._labels[version]
 
     def submit(self, requests: Sequence[Request]) -> None:
+        """With `inflight_update`, requests of an older version start with the newest one."""
+        if self._inflight_update is not None and self._digests:
+            newest = max(self._digests)
+            requests = [r if r.version > newest else _with_version(r, newest) for r in requests]
         reasons = {request.id: self._reason_to_reject(request) for request in requests}
         self._waiting += [request for request in requests if not reasons[request.id]]
         if rejected := {id: reason for id, reason in reasons.items() if reason}:
@@ -310,6 +369,7 @@ class HttpEngine(ABC):
     def close(self) -> None:
         """Stop a server that was started here."""
         self.server.stop()
+        self._load_thread.shutdown()
 
     # SupportsEpisodes
 
@@ -480,6 +540,8 @@ class HttpEngine(ABC):
             kv_folder=kv_folder,
             turn_start=previous.turn_start,
             num_observed=num_observed,
+            chunks=previous.chunks,
+            sent_version=previous.request.version,
         )
         self._running[running.request.id] = running
         if not self._open_streams:
@@ -570,16 +632,15 @@ class HttpEngine(ABC):
         """Raises RunError if other weights than those of its version generated the response (C1)."""
         request, reason = running.request, last.finish_reason
         num_generated = len(running.token_ids) - running.num_prefix_tokens + running.num_discarded
-        is_aborted = reason == "abort" and (running.is_halting or running.is_stopped)
+        is_expected = running.is_halting or running.is_stopped or running.is_renewing
+        is_aborted = reason == "abort" and is_expected
         if reason not in ("stop", "length") and not is_aborted:
             raise RunError(f"request {request.id}: {self.server} ended its response with {last}")
-        label = self._weights_label(request.version)
-        if last.weight_spans != [{"version": label, "start": 0, "end": num_generated}]:
-            raise RunError(
-                f"request {request.id} is of version {request.version} ({label} at {self.server}), but its "
-                f"response was generated by {last.weight_spans}; let no other client change the server's "
-                "weights"
-            )
+        running.chunks = [*running.chunks, *self._chunks_of(running, last, num_generated)]
+        if is_aborted and running.is_renewing and not running.is_stopped:
+            self.num_recomputed += len(request.prompt_ids) + len(running.token_ids)
+            self._start_stream(running)
+            return
         is_early = reason == "length" and num_generated < running.max_tokens
         if (is_aborted or (is_early and running.is_halting)) and not running.is_stopped:
             running.is_halted = True
@@ -592,6 +653,29 @@ class HttpEngine(ABC):
             del self._running[request.id]
             self._completions.append(self._completion(running, reason))
         self._migrator.fail_export(request.id, "the request finished before it was exported")
+
+    def _chunks_of(self, running: ServerRequest, last: StreamDelta, num_generated: int) -> list[Chunk]:
+        """The chunks of a response. Raises RunError if other weights may have generated its tokens (C1)."""
+        request, spans = running.request, last.weight_spans or ()
+        ends: list[Any] = [0, *(span.get("end") for span in spans)]
+        chunks = [self._chunk_of(request, str(span.get("version"))) for span in spans]
+        is_whole = ends[-1] == num_generated and [span.get("start") for span in spans] == ends[:-1]
+        if None in chunks or not is_whole:
+            raise RunError(
+                f"request {request.id} is of version {request.version} "
+                f"({self._weights_label(request.version)} at {self.server}), but its response was generated "
+                f"by {last.weight_spans}; let no other client change the server's weights"
+            )
+        num_kept = num_generated - running.num_discarded
+        sizes = [min(end, num_kept) - start for start, end in pairwise(ends)]
+        return [c._replace(num_tokens=size) for c, size in zip(chunks, sizes, strict=True) if c and size > 0]
+
+    def _chunk_of(self, request: Request, label: str) -> Chunk | None:
+        """Version and digest of the weights `label`, or None if they may not generate for the request."""
+        if self._inflight_update is not None and not request.id.is_held_out:
+            return self._chunks.get(label)
+        is_own = label == self._weights_label(request.version)
+        return Chunk(request.version, self._digests[request.version], 0) if is_own else None
 
     def _finish_turn(self, running: ServerRequest, reason: str) -> None:
         num_left = running.request.sampling.max_tokens - len(running.token_ids)
@@ -608,6 +692,9 @@ class HttpEngine(ABC):
     def _completion(self, running: ServerRequest, reason: str) -> Completion:
         version = running.request.version
         logprobs = np.array(running.logprobs, np.float32)
+        chunks = _merged(running.chunks)
+        if self._inflight_update is None:  # with the observations of an episode
+            chunks = (Chunk(version, self._digests[version], len(running.token_ids)),)
         return Completion(
             id=running.request.id,
             version=version,
@@ -616,7 +703,7 @@ class HttpEngine(ABC):
             logprobs=logprobs,
             unfiltered_logprobs=logprobs,
             raw_logprobs=np.array(running.raw_logprobs, np.float32),
-            chunks=(Chunk(version, self._digests[version], len(running.token_ids)),),
+            chunks=chunks,
             finish_reason=reason,
         )
 
@@ -626,7 +713,7 @@ class HttpEngine(ABC):
         Weights never change during a response.
         """
         deadline_s = time.monotonic() + ABORT_TIMEOUT_S
-        while aborted := [one for one in self._open_streams if one.request.version not in self._digests]:
+        while aborted := [one for one in self._open_streams if one.weights_version not in self._digests]:
             self._handle_events(len(self._open_streams), STEP_WAIT_S)
             self._abort_streams(aborted)  # again: a request may reach the server after its abort
             if time.monotonic() > deadline_s:
@@ -643,3 +730,14 @@ class HttpEngine(ABC):
         if request.max_length > self._max_context:
             return f"it may have {request.max_length} tokens, over max_context = {self._max_context}"
         return ""
+
+
+def _with_version(request: Request, newest: int) -> Request:
+    """The request with the newest version, unless it keeps its own."""
+    return request if request.id.is_held_out else replace(request, version=newest)
+
+
+def _merged(chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
+    """Without neighbours of one version."""
+    groups = [[*group] for _, group in groupby(chunks, key=lambda chunk: chunk[:2])]
+    return tuple(group[0]._replace(num_tokens=sum(chunk.num_tokens for chunk in group)) for group in groups)

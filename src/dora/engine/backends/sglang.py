@@ -94,8 +94,14 @@ class Sglang(HttpEngine):
             server = attach_server(SGLANG, url, max_context + SPARE_TOKENS)
             server.call("/abort_request", {"abort_all": True})  # requests of other clients
             server.call("/continue_generation", {})
-        sizes_of = {"max_rows": max_rows, "max_context": max_context}
-        super().__init__(server, model=model, dtype=dtype, silence_s=silence_s, **sizes_of)
+        super().__init__(
+            server,
+            model=model,
+            max_rows=max_rows,
+            max_context=max_context,
+            dtype=dtype,
+            silence_s=silence_s,
+        )
         info = self.server.call("/server_info")
         if info["dtype"] != dtype:
             raise EngineError(f"{server} computes in {info['dtype']}; set engine.dtype to that")

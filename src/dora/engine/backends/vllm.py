@@ -23,6 +23,7 @@ import secrets
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,13 @@ from dora.engine.backends.server import (
     start_server,
 )
 from dora.engine.backends.server_plugins.dora_digest import safetensors_digest
-from dora.engine.backends.server_plugins.dora_vllm import DECODE_ONLY_PATH, TOKEN_VARIABLE
+from dora.engine.backends.server_plugins.dora_vllm import (
+    CONTINUE_PATH,
+    DECODE_ONLY_PATH,
+    KEEP,
+    PROTOCOL,
+    TOKEN_VARIABLE,
+)
 from dora.engine.interface import Capabilities
 from dora.engine.request import EngineError
 from dora.errors import ConfigError
@@ -108,6 +115,7 @@ class Vllm(HttpEngine):
         max_versions=None,
         decode_only=2,
         episodes=True,
+        inflight_update=True,
         stop_strings=True,
         pauses=True,
         migrates_without_kv=True,
@@ -149,6 +157,7 @@ class Vllm(HttpEngine):
         weight_transfer: str = "reload",
         sender_device: str | None = None,
         pool: Path | None = None,
+        inflight_update: str | None = None,
     ) -> None:
         """Start a server with the interpreter `python` and additional `arguments`, or use the one at `url`.
 
@@ -184,12 +193,22 @@ class Vllm(HttpEngine):
         if url is not None:
             server.call("/abort_requests", {})  # requests of other clients
             server.call("/resume", {})
-        sizes_of = {"max_rows": max_rows, "max_context": max_context}
-        super().__init__(server, model=model, dtype=dtype, silence_s=silence_s, **sizes_of)
-        if url is not None:
-            self._call_workers("dora_drop_all_versions")
+        super().__init__(
+            server,
+            model=model,
+            max_rows=max_rows,
+            max_context=max_context,
+            dtype=dtype,
+            silence_s=silence_s,
+            inflight_update=inflight_update,
+        )
         infos = self._call_workers("dora_info")
         info = infos[0]
+        if info.get("protocol") != PROTOCOL:
+            raise EngineError(
+                f"{server} has the plugins of another version of DORA-RL: start it again with those in "
+                f"{Path(__file__).parent / 'server_plugins'}"
+            )
         if info["dtype"] != dtype:
             raise EngineError(f"{server} computes in {info['dtype']}; set engine.dtype to that")
         if (num_slots := info["version_slots"]) < version_slots:
@@ -198,6 +217,11 @@ class Vllm(HttpEngine):
                 "the flags for several versions in docs/vllm.md"
             )
         self.num_slots, self._is_multi_version = version_slots, num_slots > 1
+        if url is not None:  # another engine may have used the server
+            self._call_workers("dora_drop_all_versions")
+            if self._is_multi_version:
+                server.call(CONTINUE_PATH, {"arguments": [""]})
+                server.call(DECODE_ONLY_PATH, {"arguments": [[]]})
         self._prioritized: frozenset[RequestId] = frozenset()
         self.kernels = f"vLLM {version} on {info['device']}"
         if pool is not None and info.get("kv_layout"):
@@ -248,6 +272,8 @@ class Vllm(HttpEngine):
         label = self._labels.get(version, "")
         super().drop(version)
         self._wait_for_dropped_versions()
+        if self._inflight_update == "inflight" and self._digests:
+            self._keep_kv(max(self._digests))  # the dropped one may have been the newest
         self._drop_from_server(label)
 
     def _drop_from_server(self, label: str) -> None:
@@ -263,7 +289,10 @@ class Vllm(HttpEngine):
 
     def _send_decode_only(self) -> None:
         running = [running for id, running in self._running.items() if id in self._prioritized]
-        self.server.call(DECODE_ONLY_PATH, {"request_ids": [*map(_id_at_server, running)]})
+        self.server.call(DECODE_ONLY_PATH, {"arguments": [[*map(_id_at_server, running)]]})
+
+    def _keep_kv(self, version: int) -> None:
+        self.server.call(CONTINUE_PATH, {"arguments": [self._labels[version]]})
 
     def _start_stream(
         self, previous: ServerRequest, kv_folder: Path | None = None, num_observed: int = 0
@@ -278,10 +307,12 @@ class Vllm(HttpEngine):
             kv_params["dora_export"] = str(self._kv.folder_of(running.server_id))
         if running.kv_folder is not None:
             kv_params["dora_import"] = str(running.kv_folder)
+        keeps_version = self._inflight_update == "inflight" and running.request.id.is_held_out
+        salt = self._labels[running.request.version] + (KEEP if keeps_version else "")
         return "/inference/v1/generate", {
             "request_id": running.server_id,
             "token_ids": running.prompt_ids,
-            "cache_salt": self._labels[running.request.version],  # KV of one version never serves another
+            "cache_salt": salt,  # KV of one version never serves another
             "stream": True,
             "stream_options": {"include_usage": True},
             **({"kv_transfer_params": kv_params} if kv_params else {}),
@@ -473,7 +504,12 @@ class VllmLora(Vllm):
     """A vLLM server of the initial model with several versions, each a LoRA adapter."""
 
     capabilities = replace(
-        Vllm.capabilities, decode_only=0, versions_are_lora=True, kv_transfer=False, dtypes=("float32",)
+        Vllm.capabilities,
+        decode_only=0,
+        versions_are_lora=True,
+        inflight_update=False,
+        kv_transfer=False,
+        dtypes=("float32",),
     )
 
     @classmethod
@@ -525,9 +561,9 @@ class VllmLora(Vllm):
         if super()._send_weights("dora-base", self._base) != weight_digest(self._base):
             raise EngineError(f"{self.server} has not loaded the weights of {model}")
 
-    def load_file(self, version: int, path: Path) -> str:
+    def start_load(self, version: int, path: Path) -> Future[str]:
         """An adapter is factored from the merged weights, so it is not in the file."""
-        return self.load(version, map_version(path)[1])
+        return self._start_load(version, lambda label: self._send_weights(label, map_version(path)[1]))
 
     def _drop_from_server(self, label: str) -> None:
         self.server.call_raw("/v1/unload_lora_adapter", {"lora_name": label})

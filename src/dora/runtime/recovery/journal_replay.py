@@ -223,7 +223,7 @@ class _JournalReplay:
         redone = tuple(self._batches[k] for k in range(step, num_trained))
         num_steps = self._config.run.steps
         running = [id for id, request in state.requests.items() if request.engine is not None]
-        self.sample_book.partial_outputs.read(state.requests)
+        self.sample_book.partial_outputs.read(state.requests, are_episodes=self._config.has_episodes)
         resumed = Resumed(step, kept, redone, kept_tokens=self.sample_book.partial_outputs.lengths(running))
         if num_steps == state.limits.num_steps:
             return resumed

@@ -36,6 +36,7 @@ from dora.runtime.rollout.episodes import (
     PolicyTurn,
     has_reward_tasks,
 )
+from dora.runtime.rollout.partial_outputs import SavedEpisode
 from dora.runtime.run_setup import RunSetup
 from dora.stream.sample_db import split_branches, tokens_before
 from dora.text import plural
@@ -311,8 +312,8 @@ class AgentSessions:
 
     # the episode runner of the driver
 
-    def start(self, episode: EpisodeId, version: int) -> None:
-        """Let an episode wait for an agent."""
+    def start(self, episode: EpisodeId, version: int, saved: SavedEpisode | None = None) -> None:
+        """Let an episode wait for an agent. Its prompt comes from there, so none is saved."""
         if not self._waiting:
             self._idle_since_s = self._clock.now_s
         self._waiting[episode] = version

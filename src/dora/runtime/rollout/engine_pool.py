@@ -200,6 +200,10 @@ class EnginePool:
         else:
             self.migrations.reject(action)
 
+    def continues_outputs(self, engine: int) -> bool:
+        """Whether requests on the engine continue outputs of lost engines."""
+        return self._backend(engine) is None
+
     def is_migrating(self, request: RequestId) -> bool:
         """Whether a migration of the request is in progress."""
         return any(each.action.request == request for each in self.migrations.in_progress.values())

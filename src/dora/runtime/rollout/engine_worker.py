@@ -6,7 +6,7 @@ Heavy imports are inside functions, because the driver imports this module too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,6 +32,7 @@ from dora.weights.store import Prefetcher, VersionSource, WeightStore
 if TYPE_CHECKING:
     from dora.engine.engine import Engine
 
+LOAD_ERRORS = (EngineError, ModelError, OSError, RuntimeError)  # a file is missing or damaged
 Heartbeats = Callable[[], AbstractContextManager[None]]
 IDLE_WAIT_S = 0.25  # for a message, without any work
 MIN_POLL_WAIT_S = 0.0001  # for a message, while only migrations or a weight load are in progress
@@ -53,7 +54,9 @@ def run_engine(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.EngineSpec) -> 
     outbox.send(_ready_message(engine, spec))
     at_start = _usage(engine)
     reports = _reports(engine, at_start)
-    new_outputs = _new_outputs(engine) if isinstance(engine, ContinuesOutputs) else None
+    outputs = None
+    if isinstance(engine, ContinuesOutputs) and spec.output_interval_s:
+        outputs = _OutputReporter(engine, spec.output_interval_s)
     poll_wait_s = MIN_POLL_WAIT_S
     while True:
         is_polling = loader.is_busy or (migrating is not None and migrating.num_migrations > 0)
@@ -64,6 +67,8 @@ def run_engine(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.EngineSpec) -> 
             if isinstance(message, m.Shutdown):
                 return
             poll_wait_s = MIN_POLL_WAIT_S
+            if outputs and isinstance(message, m.SubmitRequests):
+                outputs.forget(request.id for request in message.requests)
             if (reply := _handle(engine, loader, message)) is not None:
                 replies.append(reply)
         replies += loader.poll()
@@ -76,11 +81,13 @@ def run_engine(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.EngineSpec) -> 
             stored = [completion.without_filtered_logprobs() for completion in completions]
             outbox.send(m.RequestsCompleted(stored, _usage(engine).since(at_start)))
         if multi_turn and (turns := multi_turn.pop_finished_turns()):
-            outbox.send(m.TurnsCompleted(turns))
+            # In one message: a turn is durable before its environment acts on it.
+            parts = outputs.new_parts({turn.request_id for turn in turns}) if outputs else []
+            outbox.send(m.OutputsReported(parts), m.TurnsCompleted(turns))
         if (report := next(reports)) is not None:
             outbox.send(report)
-            if new_outputs is not None and (parts := next(new_outputs)):
-                outbox.send(m.OutputsReported(parts))
+        if outputs and (parts := outputs.due_parts()):
+            outbox.send(m.OutputsReported(parts))
 
 
 def build_engine(spec: m.EngineSpec) -> InferenceEngine:
@@ -227,26 +234,44 @@ def _reports(engine: InferenceEngine, at_start: EngineUsage) -> Iterator[m.Engin
         yield m.EngineReport(engine.progress(), usage, row_tokens_per_s, engine.kv_usage, num_recomputed)
 
 
-def _new_outputs(engine: ContinuesOutputs) -> Iterator[list[OutputPart]]:
-    """Yield the tokens since the last time of each unfinished output. All are of one version's weights."""
-    num_reported: dict[RequestId, int] = {}
-    while True:
+class _OutputReporter:
+    """Finds the tokens of unfinished outputs that the driver does not have yet."""
+
+    def __init__(self, engine: ContinuesOutputs, interval_s: float) -> None:
+        self._engine, self._interval_s, self._next_s = engine, interval_s, 0.0
+        self._num_reported: dict[RequestId, int] = {}
+
+    def forget(self, requests: Iterable[RequestId]) -> None:
+        """Report the outputs of these requests from their first token again."""
+        for request in requests:
+            self._num_reported.pop(request, None)
+
+    def due_parts(self) -> list[OutputPart]:
+        """The new tokens of all requests once per interval, else none."""
+        if time.monotonic() < self._next_s:
+            return []
+        self._next_s = time.monotonic() + self._interval_s
+        return self.new_parts()
+
+    def new_parts(self, ids: Collection[RequestId] | None = None) -> list[OutputPart]:
+        """The new tokens of each of these requests; None: of all. All are of one version's weights."""
         parts: list[OutputPart] = []
-        outputs = {i: output for i, output in engine.partial_outputs().items() if len(output.chunks) == 1}
+        outputs = {i: each for i, each in self._engine.partial_outputs(ids).items() if len(each.chunks) == 1}
         for request, output in outputs.items():
-            (chunk,), start = output.chunks, num_reported.get(request, 0)
+            (chunk,), start = output.chunks, self._num_reported.get(request, 0)
             if start < chunk.num_tokens:
                 tokens = output.token_ids[start:].astype(np.int32)
                 logprobs = output.logprobs[start:]
                 parts.append(OutputPart(request, chunk.version, chunk.digest, start, tokens, logprobs))
-        num_reported = {request: len(output.token_ids) for request, output in outputs.items()}
-        yield parts
+        lengths = {request: len(output.token_ids) for request, output in outputs.items()}
+        self._num_reported = lengths if ids is None else self._num_reported | lengths
+        return parts
 
 
 class _PendingLoad(NamedTuple):
-    """A version whose bytes are in the engine and whose digest is being computed."""
+    """A version that the engine reads, or whose bytes it has and whose digest is being computed."""
 
-    engine: Engine
+    engine: Engine | LoadsFiles
     version: int
     digest: Future[str]
     stop_s: float  # how long decoding paused
@@ -256,7 +281,8 @@ class WeightLoader:
     """Loads and drops versions of one engine in the order of the driver's messages.
 
     With a `Prefetcher` a version is copied from host memory, so decoding pauses for one copy only. A thread
-    computes the digest of the engine's bytes, and the version takes requests once that is known.
+    computes the digest of the engine's bytes, and the version takes requests once that is known. An engine
+    that reads files does so in a thread, too.
     """
 
     def __init__(
@@ -289,7 +315,7 @@ class WeightLoader:
         try:
             with self._heartbeats():
                 digest = self._copy(version)
-        except (EngineError, ModelError, OSError, RuntimeError) as error:  # a file is missing or damaged
+        except LOAD_ERRORS as error:
             self._replies.append(m.LoadRejected(version, str(error)))
             return
         stop_s = time.perf_counter() - start_s if was_decoding else 0.0
@@ -317,11 +343,12 @@ class WeightLoader:
         return replies
 
     def _copy(self, version: int) -> str | _PendingLoad:
-        """The digest, if the load is finished at once, as without prefetching and for other backends."""
+        """The digest, if the load is finished at once."""
         from dora.engine.engine import Engine
 
         if isinstance(self._engine, LoadsFiles) and isinstance(self._store, WeightStore):
-            return self._engine.load_file(version, self._store.path(version))
+            reading = self._engine.start_load(version, self._store.path(version))
+            return _PendingLoad(self._engine, version, reading, stop_s=0.0)
         if self._prefetcher is None:
             return self._engine.load(version, self._store.fetch(version))
         source = self._prefetcher.fetch(version)
@@ -331,10 +358,14 @@ class WeightLoader:
         return _PendingLoad(self._engine, version, digest, stop_s=0.0)
 
     def _finish(self) -> None:
-        """Wait for the digest of the load in progress, and activate its version."""
+        """Wait for the end of the load in progress, and activate its version unless the load has failed."""
         if self._pending is None:
             return
         (engine, version, digest, stop_s), self._pending = self._pending, None
-        with self._heartbeats():
-            computed = digest.result()
-        self._replies.append(m.WeightsLoaded(version, engine.activate(version, computed), stop_s))
+        try:
+            with self._heartbeats():
+                computed = digest.result()
+            reply: object = m.WeightsLoaded(version, engine.activate(version, computed), stop_s)
+        except LOAD_ERRORS as error:
+            reply = m.LoadRejected(version, str(error))
+        self._replies.append(reply)

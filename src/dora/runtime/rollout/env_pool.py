@@ -23,6 +23,7 @@ from dora.envs.runner import (
     EnvObservation,
     EnvReply,
     EnvReset,
+    EnvRestored,
     EnvRunner,
     EpisodeLimits,
     TextCodec,
@@ -41,6 +42,7 @@ from dora.runtime.rollout.episodes import (
     PolicyTurn,
     has_reward_tasks,
 )
+from dora.runtime.rollout.partial_outputs import SavedEpisode
 from dora.runtime.run_setup import RunSetup
 
 
@@ -62,11 +64,12 @@ class EnvSpec:
 
 @dataclass(frozen=True)
 class StartEpisode:
-    """Reset an environment to a row of the dataset."""
+    """Reset an environment to a row of the dataset, or restore it to a `state`."""
 
     episode: EpisodeId
     row: Mapping[str, Any]
     seed: int
+    state: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,8 @@ async def _run_episodes(
     while True:
         for message in await asyncio.to_thread(lambda: list(inbox.receive(None))):
             match message:
+                case StartEpisode(episode, _, _, state) if state:
+                    runner.restore(episode, state)
                 case StartEpisode(episode, row, seed):
                     runner.start(episode, row, seed)
                 case SubmitTurn(episode, token_ids, num_left):
@@ -175,6 +180,7 @@ class EnvPool:
         self._setup, self._supervisor, self._notice = setup, supervisor, notice
         self._spec = env_spec(setup)
         self._last_turns: dict[EpisodeId, int] = {}
+        self._saved: dict[EpisodeId, SavedEpisode] = {}  # episodes that continue from a state
         self._has_failed = False
         self._unreachable: set[str] = set()
         role, numbers = Role("environments", restarts_at_once=True), range(setup.config.env.num_workers)
@@ -185,8 +191,10 @@ class EnvPool:
         for slot in self._episodes:
             self.restart(slot)
 
-    def start(self, episode: EpisodeId, version: int) -> None:
-        """Reset an environment to the episode's row. The initial state does not depend on the version."""
+    def start(self, episode: EpisodeId, version: int, saved: SavedEpisode | None = None) -> None:
+        """Reset an environment to the episode's row, or restore it. The version does not matter to it."""
+        if saved is not None:
+            self._saved[episode] = saved
         slot = min(self._episodes, key=lambda slot: (not slot.workers, len(self._episodes[slot])))
         self._await(slot, episode)
         if slot.workers:  # else `restart` starts the episode with the next worker
@@ -202,6 +210,7 @@ class EnvPool:
     def release(self, episode: EpisodeId) -> None:
         """Cancel the episode in its worker."""
         self._last_turns.pop(episode, None)
+        self._saved.pop(episode, None)
         if (slot := self._slot_of(episode)) is not None:
             del self._episodes[slot][episode]
             slot.has_task = bool(self._episodes[slot])
@@ -256,8 +265,9 @@ class EnvPool:
 
     def _send_start(self, slot: Slot, episode: EpisodeId) -> None:
         group = episode.request.group
-        row = self._setup.source_of(group).row(group.row)
-        slot.worker.send(StartEpisode(episode, row, _seed(self._setup.config.run.seed, group)))
+        row, saved = self._setup.source_of(group).row(group.row), self._saved.get(episode)
+        state = b"" if saved is None else saved.state
+        slot.worker.send(StartEpisode(episode, row, _seed(self._setup.config.run.seed, group), state))
 
     def _slot_of(self, episode: EpisodeId) -> Slot | None:
         return next((slot for slot, episodes in self._episodes.items() if episode in episodes), None)
@@ -266,10 +276,13 @@ class EnvPool:
         """Put an environment's reply into the driver's messages."""
         message: EpisodeReply
         match reply:
-            case EnvReset(prompt_ids):
-                message = EpisodeStarted(episode, tuple(prompt_ids))
-            case EnvObservation(token_ids):
-                message = EpisodeObservation(episode, self._last_turns[episode], tuple(token_ids))
+            case EnvReset(prompt_ids, state):
+                message = EpisodeStarted(episode, tuple(prompt_ids), state=state)
+            case EnvRestored():
+                message = EpisodeStarted(episode, self._saved[episode].prompt_ids)
+            case EnvObservation(token_ids, state):
+                turn = self._last_turns[episode]
+                message = EpisodeObservation(episode, turn, tuple(token_ids), state)
             case EnvDone(reward):
                 own_reward = None if has_reward_tasks(self._setup.config) else reward
                 message = EpisodeEnded(episode, self._last_turns[episode], own_reward)

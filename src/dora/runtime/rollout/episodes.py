@@ -1,9 +1,12 @@
 """Multi-turn episodes in the driver, between the engines, which generate turns, and an `EpisodeRunner`.
 
 An environment or an agent of the service replies to the turns; an `EpisodeRunner` connects it. For the
-orchestrator an episode is an unfinished request. If its engine is lost, or if it fails and may be retried,
-the orchestrator requests it again, and it restarts as another attempt. While an episode waits for the runner
-it is on the engine that generated its last turn, or on none before its prompt is known.
+orchestrator an episode is an unfinished request. While it waits for the runner it is on the engine that
+generated its last turn, or on none before its prompt is known.
+
+If its engine is lost, or if it fails and may be retried, the orchestrator requests it again. After a failure
+it restarts as another attempt. After a loss it continues: the runner is not asked again, and the other engine
+gets all finished turns and observations, which the driver keeps (`PartialOutputs`).
 """
 
 from __future__ import annotations
@@ -30,11 +33,14 @@ from dora.core.events import (
     RequestsAborted,
 )
 from dora.core.types import Branch, GroupId, RequestId
+from dora.engine.decode_batch import PartialOutput
 from dora.engine.messages import TurnFinished
 from dora.engine.request import Completion, Request
 from dora.errors import RunError
 from dora.runtime.process import messages as m
+from dora.runtime.process.supervisor import DriverClock
 from dora.runtime.rollout.engine_pool import EnginePool
+from dora.runtime.rollout.partial_outputs import SavedEpisode
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
 
@@ -75,20 +81,28 @@ class PolicyTurn:
 
 @dataclass(frozen=True)
 class EpisodeStarted:
-    """The episode starts with this prompt; `max_turn_tokens` may limit its turns further."""
+    """The episode starts with this prompt; `max_turn_tokens` may limit its turns further.
+
+    `state` is for `EpisodeRunner.start` of a resumed run; empty: the episode cannot be restored.
+    """
 
     episode: EpisodeId
     prompt_ids: tuple[int, ...]
     max_turn_tokens: int | None = None
+    state: bytes = b""
 
 
 @dataclass(frozen=True)
 class EpisodeObservation:
-    """The observation after turn `turn`, at least one token; the model continues after it."""
+    """The observation after turn `turn`, at least one token; the model continues after it.
+
+    `state` as in `EpisodeStarted`.
+    """
 
     episode: EpisodeId
     turn: int
     token_ids: tuple[int, ...]
+    state: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -132,14 +146,14 @@ class EpisodeRunner(Protocol):
     It puts its replies into the driver's messages as `(None, reply)`, from any thread.
     """
 
-    def start(self, episode: EpisodeId, version: int) -> None:
-        """Start an episode; the reply is `EpisodeStarted` or `EpisodeFailed`."""
+    def start(self, episode: EpisodeId, version: int, saved: SavedEpisode | None = None) -> None:
+        """Start an episode, or restore a saved one; the reply is `EpisodeStarted` or `EpisodeFailed`."""
 
     def on_turn(self, turn: PolicyTurn) -> None:
         """Handle a turn; the reply is `EpisodeObservation`, `EpisodeEnded` or `EpisodeFailed`."""
 
     def release(self, episode: EpisodeId) -> None:
-        """Forget an episode: it has finished, its group has failed, or its engine is lost."""
+        """Forget an episode: it has finished or failed, its group has, or it restarts after a loss."""
 
     def check_deadlines(self) -> None:
         """Fail episodes that have timed out. The driver calls this a few times a second."""
@@ -169,12 +183,15 @@ class _Episode:
     engine: int
     request: Request | None = None  # None: its prompt is not known yet
     num_turns: int = 0
+    num_tokens: int = 0  # of the request's finished turns and their observations
     max_turn_tokens: int | None = None
     num_left: int = 0  # tokens, after the last turn
     branch: EpisodeBranched | None = None  # until its request is submitted
     parts: list[_Part] = field(default_factory=list)  # the tree before the current request
     is_awaiting_reply: bool = True  # of the runner
-    failure: str = ""  # why it fails after the turn in progress
+    is_ending: bool = False  # the request ends with its last turn
+    failure: str = ""  # why it fails, possibly after the turn in progress
+    lost_at_s: float | None = None  # since when it has no engine
 
 
 class Episodes:
@@ -187,8 +204,9 @@ class Episodes:
         engine_pool: EnginePool,
         events: deque[Event],
         sample_book: SampleBook,
+        clock: DriverClock,
     ) -> None:
-        self._setup, self._engine_pool, self._events = setup, engine_pool, events
+        self._setup, self._engine_pool, self._events, self._clock = setup, engine_pool, events, clock
         self._sample_book, self._partial_outputs = sample_book, sample_book.partial_outputs
         self.runner = runner
         self._episodes: dict[RequestId, _Episode] = {}
@@ -198,19 +216,18 @@ class Episodes:
     # actions of the orchestrator
 
     def generate(self, action: Generate) -> None:
-        """Start requests from their prompts."""
+        """Start requests from their prompts, or continue them after the loss of their engine."""
         if self.runner is None:
             requests = self._setup.requests(action.requests, action.version)
-            outputs = self._partial_outputs.of(requests)
+            outputs = self._partial_outputs.of(action.requests)
             self._engine_pool.send(action.engine, m.SubmitRequests(requests, outputs))
             return
         for request in action.requests:
-            self._release(request)  # an earlier attempt
-            self._sample_book.episode_rewards.pop(request, None)
-            self._sample_book.failed_episodes.discard(request)
-            episode = EpisodeId(request, next(self._attempts))
-            self._episodes[request] = _Episode(episode, action.version, action.engine)
-            self.runner.start(episode, action.version)
+            known = self._episodes.get(request)
+            if known is not None and self._can_continue(known, action):
+                self._continue(known, action.engine)
+            else:
+                self._start(request, action, self.runner)
 
     def abort(self, action: Abort) -> None:
         """Abort requests whose groups have failed. Those without a prompt are on no engine and end at once.
@@ -251,8 +268,7 @@ class Episodes:
     def on_event(self, event: Event) -> None:
         """Follow an event that the orchestrator is about to handle.
 
-        The episodes of a lost engine end at once: their agents may be needed for episodes that occupy the
-        rows for which the restarted ones wait.
+        Episodes of a lost engine wait for another one, except those that have failed.
         """
         match event:
             case Migrated(request, _, destination) if (episode := self._episodes.get(request)) is not None:
@@ -264,7 +280,10 @@ class Episodes:
                     self._partial_outputs.forget(request)
                     self._sample_book.failed_episodes.discard(request)
             case EngineLost(engine):
-                self._release_all([r for r, episode in self._episodes.items() if episode.engine == engine])
+                lost = [episode for episode in self._episodes.values() if episode.engine == engine]
+                for episode in lost:
+                    episode.lost_at_s = self._clock.now_s
+                self._release_all([episode.id.request for episode in lost if episode.failure])
 
     # messages of engines and of the runner
 
@@ -298,6 +317,8 @@ class Episodes:
     def check_deadlines(self) -> None:
         for episode in [each for each in self._episodes.values() if each.branch and each.request is None]:
             self._submit_branch(episode)
+        if self._setup.config.service.agents:
+            self._release_all(self._overdue())
         if self.runner is not None:
             self.runner.check_deadlines()
 
@@ -305,32 +326,102 @@ class Episodes:
         if self.runner is not None:
             self.runner.close()
 
+    def _start(self, request: RequestId, action: Generate, runner: EpisodeRunner) -> None:
+        """Start another attempt at an episode; after a resume it continues if it was saved."""
+        episode = _Episode(EpisodeId(request, next(self._attempts)), action.version, action.engine)
+        saved = None if request in self._episodes else self._partial_outputs.saved(request)
+        if saved is not None:
+            episode.num_turns, episode.num_tokens = saved.num_turns, saved.num_tokens
+        if saved is None or not self._can_continue(episode, action):
+            self._release(request)  # an earlier attempt
+            saved, episode.num_turns, episode.num_tokens = None, 0, 0
+        self._sample_book.episode_rewards.pop(request, None)
+        self._sample_book.failed_episodes.discard(request)
+        self._episodes[request] = episode
+        runner.start(episode.id, action.version, saved)
+
     def _on_reply(self, episode: _Episode, reply: EpisodeReply) -> None:
         """A reply that the episode does not await is ignored, except for a failure."""
         request, is_awaited = episode.id.request, episode.is_awaiting_reply
         match reply:
-            case EpisodeFailed(_, reason) if is_awaited:
+            case EpisodeFailed(_, reason) if is_awaited or episode.lost_at_s is not None:
                 self._fail(episode, reason)
             case EpisodeFailed(_, reason):
                 episode.failure = reason
             case EpisodeStarted(_, prompt_ids, max_turn_tokens) if is_awaited and episode.request is None:
                 episode.max_turn_tokens = max_turn_tokens
                 episode.request = self._make_request(episode, prompt_ids, max_turn_tokens)
-                self._send(episode, m.SubmitRequests([episode.request]))
+                self._save(episode, reply.state)
+                self._send(episode, m.SubmitRequests([episode.request], self._output_of(request)))
             case EpisodeObservation(_, turn, token_ids) if is_awaited and turn == episode.num_turns - 1:
+                self._partial_outputs.add_observation(request, episode.num_tokens, token_ids)
+                episode.num_tokens += len(token_ids)
+                self._save(episode, reply.state)
                 self._send(episode, m.ContinueEpisode(request, token_ids))
             case EpisodeBranched(_, turn) if is_awaited and turn == episode.num_turns - 1:
-                episode.branch = reply
+                episode.branch, episode.is_ending = reply, True
                 self._send(episode, m.EndEpisode(request))
             case EpisodeEnded(_, turn, reward) if is_awaited and turn == episode.num_turns - 1:
                 if reward is not None:
                     self._sample_book.episode_rewards[request] = reward
+                episode.is_ending = True
                 self._send(episode, m.EndEpisode(request))
 
     def _send(self, episode: _Episode, message: object) -> None:
-        """Send the reply to the engine. If that is lost, the orchestrator requests the episode again."""
+        """Send the reply to the engine. If that is lost, the next engine gets it in `_continue`."""
         episode.is_awaiting_reply = False
         self._engine_pool.send(episode.engine, message)
+
+    def _can_continue(self, episode: _Episode, action: Generate) -> bool:
+        """Whether the engine can continue an episode that the orchestrator requests again: without finished
+        turns, or with these from the weights of the same version.
+        """
+        if episode.version != action.version or not episode.num_tokens:
+            return episode.version == action.version
+        output = self._output_of(episode.id.request).get(episode.id.request)
+        weights = (action.version, self._engine_pool.digests.get(action.version))
+        return (
+            output is not None
+            and len(output.token_ids) >= episode.num_tokens
+            and output.chunks[0][:2] == weights
+            and self._engine_pool.continues_outputs(action.engine)
+        )
+
+    def _continue(self, episode: _Episode, engine: int) -> None:
+        """Submit an episode to another engine, as it was on the lost one."""
+        episode.engine, episode.lost_at_s = engine, None
+        if episode.request is None:  # its prompt is not known yet, or it continues with a branch
+            self._submit_branch(episode)
+            return
+        request = episode.id.request
+        self._engine_pool.send(engine, m.SubmitRequests([episode.request], self._output_of(request)))
+        if episode.is_ending:
+            self._engine_pool.send(engine, m.EndEpisode(request))
+
+    def _output_of(self, request: RequestId) -> dict[RequestId, PartialOutput]:
+        """What is kept of the output of a request, by its id."""
+        return self._partial_outputs.of([request])
+
+    def _save(self, episode: _Episode, state: bytes) -> None:
+        """Keep an episode for a resume of the run, if its environment can be restored."""
+        if state and episode.request is not None:
+            prompt_ids = episode.request.prompt_ids
+            saved = SavedEpisode(prompt_ids, episode.num_turns, episode.num_tokens, state)
+            self._partial_outputs.save(episode.id.request, saved)
+
+    def _overdue(self) -> list[RequestId]:
+        """Episodes without an engine for as long as a session without a request may last.
+
+        They restart, because the agents in their sessions may be needed for the episodes that occupy the rows
+        for which they wait.
+        """
+        timeout_s = self._setup.config.service.session_timeout_s
+        now_s = self._clock.now_s
+        return [
+            request
+            for request, episode in self._episodes.items()
+            if episode.lost_at_s is not None and now_s > episode.lost_at_s + timeout_s
+        ]
 
     def _make_request(
         self, episode: _Episode, prompt_ids: tuple[int, ...], max_turn_tokens: int | None
@@ -352,6 +443,9 @@ class Episodes:
             finished.logprobs,
         )  # fmt: skip
         episode.num_turns, episode.num_left = episode.num_turns + 1, finished.num_left
+        if episode.request is not None:
+            episode.num_tokens = episode.request.sampling.max_tokens - finished.num_left
+            self._sample_book.progress.setdefault(engine, {})[finished.request_id] = episode.num_tokens
         if episode.failure:
             self._fail(episode, episode.failure)
         elif self.runner is not None:
@@ -382,12 +476,17 @@ class Episodes:
         seed = int.from_bytes(digest, "little", signed=True)
         max_tokens = episode.num_left - branch.num_new
         episode.request = replace(new, seed=seed, sampling=replace(new.sampling, max_tokens=max_tokens))
-        episode.branch = None
+        episode.branch, episode.is_ending, episode.num_tokens = None, False, 0
+        self._partial_outputs.forget(request)  # of the request before
         self._send(episode, m.SubmitRequests([episode.request]))
 
     def _fail(self, episode: _Episode, reason: str) -> None:
         """Fail the request on its engine; if that is lost, the episode restarts instead."""
-        request = episode.id.request
+        request, episode.failure = episode.id.request, reason
+        self._partial_outputs.forget(request)
+        if episode.lost_at_s is not None:
+            self._release(request)
+            return
         self._sample_book.failed_episodes.add(request)
         if episode.request is not None:
             self._send(episode, m.FailRequest(request, reason))
@@ -401,6 +500,7 @@ class Episodes:
 
     def _release(self, request: RequestId) -> _Episode | None:
         """Forget an episode, here and in the runner."""
+        self._partial_outputs.forget(request)
         episode = self._episodes.pop(request, None)
         if episode is not None and self.runner is not None:
             self.runner.release(episode.id)

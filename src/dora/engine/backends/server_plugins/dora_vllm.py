@@ -15,7 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 TOKEN_VARIABLE = "DORA_VLLM_TOKEN"
-DECODE_ONLY_PATH = "/dora/decode_only"  # of `dora_vllm_versions`
+# Calls of `dora_vllm_versions`: POST {"arguments": [...]}.
+DECODE_ONLY_PATH, CONTINUE_PATH = "/dora/decode_only", "/dora/continue_with"
+UTILITIES = {DECODE_ONLY_PATH: "dora_decode_only", CONTINUE_PATH: "dora_continue_with"}
+PROTOCOL = 2  # of the calls of this folder's modules
+KEEP = "#keep"  # at the end of a request's `cache_salt`: it keeps its version
 
 AsgiMessage = MutableMapping[str, Any]
 AsgiReceive = Callable[[], Awaitable[AsgiMessage]]
@@ -37,6 +41,7 @@ class WorkerExtension:
             "dtype": str(self.model_runner.dtype).removeprefix("torch."),
             "kv_layout": [] if connector is None else connector.layout,
             "version_slots": 1,
+            "protocol": PROTOCOL,
         }
 
     def dora_load_weights(self, version: str, path: str) -> str:
@@ -101,7 +106,7 @@ def _kv_connector() -> Any | None:
 
 
 class TokenMiddleware:
-    """Answers 401 to requests without the auth token of the environment, and DORA-RL's own call itself.
+    """Answers 401 to requests without the auth token of the environment, and DORA-RL's own calls itself.
 
     vLLM's own `--api-key` does not protect the calls that load weights.
     """
@@ -117,8 +122,8 @@ class TokenMiddleware:
     async def __call__(self, scope: AsgiMessage, receive: AsgiReceive, send: AsgiSend) -> None:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
         if scope["type"] == "lifespan" or hmac.compare_digest(given, self._expected):
-            own = scope.get("path") == DECODE_ONLY_PATH
-            await (_decode_only if own else self._app)(scope, receive, send)
+            own = scope.get("path") in UTILITIES
+            await (_call_utility if own else self._app)(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close"})
         else:
@@ -126,12 +131,12 @@ class TokenMiddleware:
             await send({"type": "http.response.body", "body": f"show the {TOKEN_VARIABLE}".encode()})
 
 
-async def _decode_only(scope: AsgiMessage, receive: AsgiReceive, send: AsgiSend) -> None:
-    """POST {"request_ids": [...]}: schedule only these requests until none of them is left."""
+async def _call_utility(scope: AsgiMessage, receive: AsgiReceive, send: AsgiSend) -> None:
+    """Call a method of vLLM's engine core."""
     from starlette.requests import Request
     from starlette.responses import JSONResponse
 
-    ids = (await Request(scope, receive).json())["request_ids"]
+    arguments = (await Request(scope, receive).json())["arguments"]
     engine = scope["app"].state.engine_client.engine_core
-    await engine.call_utility_async("dora_decode_only", ids)
+    await engine.call_utility_async(UTILITIES[scope["path"]], *arguments)
     await JSONResponse({})(scope, receive, send)

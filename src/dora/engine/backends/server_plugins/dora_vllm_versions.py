@@ -5,12 +5,14 @@
 
 A worker has a model for each slot, and all of them use one KV cache. Each step runs on one model: the
 scheduler puts requests of one version into a step, and versions take turns. A request names its version by
-its `cache_salt`, so KV of one version never serves another. The worker reports which version has computed a
+its `cache_salt`, so KV of one version never serves another. `dora_continue_with` lets running requests
+continue with a newer version on their KV. The worker reports which version has computed a
 step, the scheduler compares, and the response lists it (`weight_versions`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,7 +22,7 @@ from typing import Any
 import dora_digest  # type: ignore[import-not-found]
 import torch
 from dora_version_turns import VersionTurns  # type: ignore[import-not-found]
-from dora_vllm import WorkerExtension  # type: ignore[import-not-found]
+from dora_vllm import KEEP, WorkerExtension  # type: ignore[import-not-found]
 from safetensors import safe_open
 from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
 from vllm.model_executor.model_loader import get_model  # type: ignore[import-not-found]
@@ -172,22 +174,36 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._turns = VersionTurns()
         self.decode_only: frozenset[str] = frozenset()  # ids of requests, as their client names them
+        self.newest_version = ""  # of all requests that do not keep theirs; "": each keeps its version
         self._may_prioritize = True  # False after a step in which no prioritized request could run
         self.computed_version = ""  # version that computed the last step
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         unfinished = [*self.running, *self.kv_holding_waiting, *self.waiting]
+        if self.newest_version:
+            for request in unfinished:
+                if not request.cache_salt.endswith((KEEP, self.newest_version)):
+                    self._continue(request)
         chosen, prioritized = unfinished, [request for request in unfinished if self._is_prioritized(request)]
         if prioritized and self._may_prioritize:
             chosen = prioritized + [request for request in unfinished if _is_halting(request)]
-        version = self._turns.next({request.cache_salt for request in chosen})
-        in_step = {request.request_id for request in chosen if request.cache_salt == version}
+        version = self._turns.next(Counter(map(_version_of, chosen)))
+        in_step = {request.request_id for request in chosen if _version_of(request) == version}
         with self._set_aside(lambda request: request.request_id not in in_step):
             output = super().schedule(throttle_prefills)
         output.dora_version = version
+        if not output.total_num_scheduled_tokens:
+            self._turns.end()
         # The others have all rows or all KV blocks: let them run for a step.
         self._may_prioritize = chosen is unfinished or output.total_num_scheduled_tokens > 0
         return output
+
+    def _continue(self, request: Any) -> None:
+        """Let a request continue with the newest version. One without KV shares that of the new weights."""
+        request.cache_salt = self.newest_version
+        if not request.num_computed_tokens:
+            request.block_hashes.clear()
+            request.update_block_hashes()
 
     def _is_prioritized(self, request: Any) -> bool:
         """vLLM appends random characters to a client's id."""
@@ -226,6 +242,11 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         return super().update_from_output(scheduler_output, model_runner_output)
 
 
+def _version_of(request: Any) -> str:
+    salt: str = request.cache_salt
+    return salt.removesuffix(KEEP)
+
+
 def _is_halting(request: Any) -> bool:
     """Whether a request ends with its next token, as one does that is halted for its migration."""
     return bool(request.max_tokens <= request.num_output_tokens + 1)
@@ -242,5 +263,14 @@ def _dora_decode_only(self: Any, request_ids: list[str]) -> None:
     self.scheduler.decode_only = frozenset(request_ids)
 
 
+def _dora_continue_with(self: Any, version: str) -> None:
+    """A call of the API server: this version computes the next tokens of all requests that may change theirs.
+
+    Also of those that are on their way to this process.
+    """
+    self.scheduler.newest_version = version
+
+
 EngineCore._attach_weight_version = _attach_weight_version
 EngineCore.dora_decode_only = _dora_decode_only
+EngineCore.dora_continue_with = _dora_continue_with

@@ -1,0 +1,160 @@
+"""The scheduler of a vLLM server with several versions, on a stand-in for vLLM's own.
+
+`real_servers.py` runs it in vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dora.engine.backends import vllm
+
+PLUGINS = Path(vllm.__file__).parent / "server_plugins"
+NUM_ROWS = 3
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A request as vLLM's scheduler has it."""
+
+    request_id: str
+    cache_salt: str
+    is_blocked: bool = False
+    max_tokens: int = 10
+    num_output_tokens: int = 0
+    num_computed_tokens: int = 0
+    block_hashes: list[str] = field(default_factory=list)
+
+    def update_block_hashes(self) -> None:
+        self.block_hashes.append(self.cache_salt)
+
+
+class Queue(list[Waiting]):
+    def add_request(self, request: Waiting) -> None:
+        self.append(request)
+
+    def remove_requests(self, requests: list[Waiting]) -> None:
+        self[:] = [request for request in self if request not in requests]
+
+
+class Scheduler:
+    """Gives rows to waiting requests in their order, and a token to each row that is not blocked."""
+
+    def __init__(self) -> None:
+        self.running: list[Waiting] = []
+        self.waiting, self.kv_holding_waiting = Queue(), Queue()
+        self.max_num_active_reqs = NUM_ROWS
+
+    def schedule(self, throttle_prefills: bool = False) -> SimpleNamespace:
+        while self.waiting and len(self.running) < self.max_num_active_reqs:
+            self.running.append(self.waiting.pop(0))
+        names = [request.request_id for request in self.running if not request.is_blocked]
+        return SimpleNamespace(total_num_scheduled_tokens=len(names), names=names)
+
+    def update_from_output(self, scheduled: Any, output: Any) -> str:
+        return "updated"
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A `VersionScheduler` whose base class is `Scheduler`."""
+    names = {
+        "vllm.config": ["set_current_vllm_config"],
+        "vllm.model_executor.model_loader": ["get_model"],
+        "vllm.model_executor.model_loader.reload": [
+            "finalize_layerwise_reload",
+            "initialize_layerwise_reload",
+        ],
+        "vllm.platforms": ["current_platform"],
+        "vllm.v1.core.sched.scheduler": ["Scheduler"],
+        "vllm.v1.engine.core": ["EngineCore"],
+        "vllm.v1.worker.cpu_worker": ["CPUWorker"],
+    }
+    given = {"Scheduler": Scheduler, "current_platform": SimpleNamespace(is_cpu=lambda: True)}
+    for name, members in names.items():
+        stand_in: Any = ModuleType(name)
+        for member in members:
+            setattr(stand_in, member, given.get(member, type(member, (), {})))
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    monkeypatch.syspath_prepend(PLUGINS)
+    before = {*sys.modules}
+    module: Any = importlib.import_module("dora_vllm_versions")
+    tested = module.VersionScheduler()
+    tested._turns = module.VersionTurns(turn_steps=1)
+    yield tested
+    for name in {*sys.modules} - before:
+        if name.startswith("dora_"):
+            del sys.modules[name]
+
+
+def add(scheduler: Any, *requests: Waiting) -> None:
+    scheduler.waiting += requests
+
+
+def test_a_step_has_requests_of_one_version_and_versions_take_turns(scheduler: Any) -> None:
+    """Requests that are set aside keep their rows and their places."""
+    add(scheduler, *(Waiting(name, name[0]) for name in ("a1", "b1", "a2", "b2", "a3")))
+    steps = [scheduler.schedule() for _ in range(3)]
+    assert [(step.dora_version, step.names) for step in steps] == [
+        ("a", ["a1", "a2", "a3"]),
+        ("b", []),
+        ("a", ["a1", "a2", "a3"]),
+    ]
+    scheduler.running = [request for request in scheduler.running if request.request_id != "a2"]
+    assert [scheduler.schedule().names for _ in range(3)] == [["b1"], ["a1", "a3"], ["b1"]]
+    assert [request.request_id for request in scheduler.waiting] == ["b2"]
+    assert scheduler.max_num_active_reqs == NUM_ROWS
+
+
+def test_prioritized_requests_run_alone_unless_none_of_them_can(scheduler: Any) -> None:
+    """vLLM appends random characters to a client's id. A request that ends with its next token runs too."""
+    first = Waiting("a1-5f3c", "a")
+    add(scheduler, first, Waiting("a2", "a"), Waiting("a3", "a", max_tokens=1))
+    scheduler.decode_only = frozenset({"a1"})
+    assert scheduler.schedule().names == ["a1-5f3c", "a3"]
+    scheduler.running = [first]
+    first.is_blocked = True
+    assert [scheduler.schedule().names for _ in range(4)] == [[], ["a2"], [], ["a2"]]
+
+
+def test_requests_continue_with_the_newest_version_except_those_that_keep_theirs(scheduler: Any) -> None:
+    """So do requests that arrive later, for a version that is dropped meanwhile."""
+    running, waiting = Waiting("a1", "a", num_computed_tokens=5, block_hashes=["a"]), Waiting("a3", "a")
+    add(scheduler, running, Waiting("a2", "a#keep"))
+    assert [scheduler.schedule().names for _ in range(2)] == [["a1", "a2"]] * 2
+    scheduler.newest_version = "b"
+    add(scheduler, waiting)
+    steps = [scheduler.schedule() for _ in range(2)]
+    assert {step.dora_version: step.names for step in steps} == {"a": ["a2"], "b": ["a1", "a3"]}
+    assert (running.block_hashes, waiting.block_hashes) == (["a"], ["b"]), "the KV that they may share"
+
+
+def test_a_version_without_anything_to_run_ends_its_turn(scheduler: Any) -> None:
+    scheduler._turns = type(scheduler._turns)(turn_steps=8)
+    add(scheduler, Waiting("a1", "a", is_blocked=True), Waiting("b1", "b"))
+    assert [scheduler.schedule().names for _ in range(3)] == [[], ["b1"], ["b1"]]
+
+
+def test_weights_of_another_version_end_the_server(scheduler: Any) -> None:
+    add(scheduler, Waiting("a1", "a"))
+    step = scheduler.schedule()
+    assert scheduler.update_from_output(step, SimpleNamespace(dora_version="a")) == "updated"
+    assert scheduler.computed_version == "a"
+    with pytest.raises(RuntimeError, match="a step of a was computed by 'b'"):
+        scheduler.update_from_output(step, SimpleNamespace(dora_version="b"))
+    with pytest.raises(RuntimeError, match="a step of a was computed by ''"):
+        scheduler.update_from_output(step, None)
+
+
+def test_a_scheduler_without_requests_schedules_nothing(scheduler: Any) -> None:
+    step = scheduler.schedule()
+    assert (step.total_num_scheduled_tokens, step.dora_version) == (0, "")
+    assert scheduler.update_from_output(step, None) == "updated"
