@@ -77,6 +77,12 @@ def test_experts_cannot_have_adapters(mixture_task: Path) -> None:
     assert setup("all-linear").lora == LoraSettings(2, 32.0, ("q_proj", "k_proj", "v_proj", "o_proj"))
 
 
+def test_transformers_replays_no_routes(mixture_task: Path) -> None:
+    config = read_config(mixture_task, ["trainer.model=transformers", "trainer.routing_replay=true"])
+    with pytest.raises(ConfigError, match=r"routes tokens by itself; set trainer\.model = auto"):
+        RunSetup.make(config, mixture_task.parent / "run")
+
+
 def test_all_linear_includes_the_dense_layers_beside_a_mixture() -> None:
     config = CONFIGS["qwen3_moe-mixed"]
     shapes = LoraSettings(2, 32.0, config.linear_names).target_shapes(WeightLayout(config))

@@ -11,11 +11,11 @@ from PIL import Image
 from tests.model.vision_models import save_tiny_vision
 from tests.runs.conftest import StartRun
 from tests.runs.other_families import other_family_task
-from tests.runtime.running import dora, metrics
+from tests.runtime.running import metrics
 from tests.runtime.tiny import CHARACTERS, write_task
 from transformers import AutoModelForImageTextToText
 
-from dora.audit.audit import check
+from dora.audit import audit, logprob_recheck
 from dora.config.load import read_config
 from dora.core.types import FIRST_IMAGE_ID
 from dora.errors import InputError
@@ -64,9 +64,10 @@ def test_a_model_that_reads_images_is_trained_and_audited(tmp_path: Path, start_
     run = start_run(vision_task(tmp_path), run__steps=3, algorithm__filter_groups="false", **settings)
     ended = run.end()
     assert ended.code == 0, ended.err
-    audit = dora("audit", run.out, "--deep", "8")
-    assert audit.code == 0, audit.out
-    assert "log-probs ok  8 samples" in audit.out
+    assert audit.check(run.out).findings == ()
+    recheck = logprob_recheck.check(run.out, 8)
+    assert recheck.findings == []
+    assert sum(version.num_samples for version in recheck.versions) == 8
     steps = metrics(run.out)
     assert len(steps) == 3
     assert max(step["mismatch/logprob_abs_diff_max"] for step in steps) < 1e-4
@@ -89,7 +90,8 @@ def test_a_model_that_reads_images_is_trained_and_audited(tmp_path: Path, start_
 
     (run.out / "images" / f"{min(images):08x}.npy").unlink()
     assert any(
-        f"the image {min(images):08x}, which the run does not have" in x for x in check(run.out).findings
+        f"the image {min(images):08x}, which the run does not have" in x
+        for x in audit.check(run.out).findings
     )
 
 
@@ -97,7 +99,6 @@ def test_a_model_that_reads_images_is_trained_and_audited(tmp_path: Path, start_
     ("changes", "message"),
     [
         ({"engine.backend": "vllm"}, "not supported by engine.backend = vllm: set engine.backend = transf"),
-        ({"trainer.num_ranks": "2"}, "trainer.num_ranks = 2: .* vision tower .* set trainer.num_ranks = 1"),
         ({"algorithm.adv_estimator": "gae"}, "not supported by algorithm.adv_estimator = gae"),
         ({"data.max_prompt_length": "9"}, "line 1: the prompt has 13 tokens; must be"),
         ({"data.image_key": "colour"}, "prompts.jsonl, line 1: .*/red does not exist"),

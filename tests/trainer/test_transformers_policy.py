@@ -187,7 +187,7 @@ def test_supervised_steps_lower_the_loss(folder: Path) -> None:
     assert losses[0] > losses[1] > losses[2]
 
 
-@pytest.mark.parametrize("family", ["llama-biased", "qwen2-untied", "qwen3"])
+@pytest.mark.parametrize("family", ["llama-biased", "qwen2-untied", "qwen3", "qwen3_moe", "qwen3_moe-mixed"])
 def test_both_implementations_of_an_own_family_train_to_the_same_curve(family: str) -> None:
     config, curves = CONFIGS[family], []
     for implementation in ("dora", "transformers"):

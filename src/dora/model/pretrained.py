@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from dora.model.weights import WeightLayout
 
 _INDEX = "model.safetensors.index.json"
 _DTYPES = ("F32", "F16", "BF16")
-_STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")  # of a layer: [experts, ...]
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -159,7 +157,7 @@ def _tensors_to_load(stored: Any, config: ModelConfig) -> list[str]:
 
 def _unstacked(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """A stored tensor by the names of WeightLayout, which has a tensor for each of the stacked experts."""
-    stacked = _STACKED_EXPERTS.fullmatch(name)
+    stacked = transformers_model.STACKED_EXPERTS.fullmatch(name)
     if stacked is None:
         yield name, tensor
         return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -19,6 +20,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -27,14 +29,16 @@ from dora.core.types import FIRST_IMAGE_ID
 from dora.errors import ModelError
 from dora.model.config import LENGTH_DEPENDENT_ROPE, ModelConfig, TransformersConfig, VisionConfig
 from dora.model.decoder import LayerRunner, run_layer_once
-from dora.model.images import ImageFolder, patch_grid, to_patches
+from dora.model.images import ImageFolder, Pixels, patch_grid, to_patches
 from dora.model.weights import layer_of
 
 _NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 _REASON_CHARACTERS = 200
 _HEAD = "head"  # the group of the weights outside the backbone
+STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")  # of a layer: [experts, ...]
 _OTHER_INPUTS = ("vision_config", "audio_config")
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+BLANK = 0  # in place of the id of an image
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -235,7 +239,7 @@ class TransformersModel:
             group = layer_of(name) or ("" if name.startswith(f"{place}.") else _HEAD)
             names_of.setdefault(group, []).append(name)
         self._bound = {
-            group: _Binding([(*_place(model, name), names[name]) for name in own], weights, dtype)
+            group: _Binding([_weight(model, config, name, names[name]) for name in own], weights, dtype)
             for group, own in names_of.items()
         }
         self._layers: list[_Layer] = []
@@ -278,21 +282,23 @@ class TransformersModel:
         return hidden
 
     def image_features(
-        self, input_ids: Tensor, run_layer: LayerRunner = run_layer_once
+        self, input_ids: Tensor, run_layer: LayerRunner = run_layer_once, *, is_sharded: bool = False
     ) -> dict[int, ImageFeatures]:
         """The features of each image among token ids, by its id; each image is computed once.
 
-        Raises ModelError if its file is missing.
+        If there is none, and other ranks hold shards of the vision tower, those of a black image, BLANK.
+        Raises ModelError if the file of an image is missing.
         """
         if self._vision is None:
             return {}
         ids: list[int] = input_ids[input_ids >= FIRST_IMAGE_ID].unique().tolist()
-        if not ids:
+        if not ids and not is_sharded:
             return {}
-        assert self._images is not None, "a token of an image, and no folder of images"
         for layer in self._layers:
             layer.run_layer = run_layer
-        images = [self._images.read(id) for id in ids]
+        images = [self._read_image(id) for id in ids] or [
+            np.zeros((self._vision.token_side, self._vision.token_side, 3), np.uint8)
+        ]
         grids = [patch_grid(image, self._vision) for image in images]
         patches = torch.cat([to_patches(image, self._vision) for image in images]).to(input_ids.device)
         with self._bound[""]:
@@ -301,8 +307,12 @@ class TransformersModel:
         layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
         return {
             id: ImageFeatures(grids[i], torch.stack([layer[i] for layer in layers]))
-            for i, id in enumerate(ids)
+            for i, id in enumerate(ids or [BLANK])
         }
+
+    def _read_image(self, id: int) -> Pixels:
+        assert self._images is not None, "a token of an image, and no folder of images"
+        return self._images.read(id)
 
     def _inputs_with_images(
         self,
@@ -350,24 +360,28 @@ class TransformersModel:
         return ModelCache(DynamicCache(config=self._head.config))
 
 
+class _Weight(NamedTuple):
+    """Where a module keeps a weight, under which key, and the tensors of the flat buffer that it stacks."""
+
+    tensors: dict[str, Any]
+    key: str
+    names: Sequence[str]
+    shape: torch.Size
+
+
 class _Binding:
     """Gives modules their weights, in a dtype that they compute in, while a `with` block runs."""
 
-    def __init__(
-        self,
-        places: Sequence[tuple[dict[str, Any], str, str]],
-        weights: Mapping[str, Tensor],
-        dtype: torch.dtype,
-    ) -> None:
-        """Of each weight: where a module keeps it, under which key, and its name in `weights`."""
-        self._places, self._weights, self._dtype = places, weights, dtype
+    def __init__(self, bound: Sequence[_Weight], weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        self._bound, self._weights, self._dtype = bound, weights, dtype
 
     def __enter__(self) -> None:
-        for tensors, key, name in self._places:
-            tensors[key] = self._weights[name].to(self._dtype)  # a copy carries the gradient back
+        for tensors, key, names, shape in self._bound:
+            parts = [self._weights[name].to(self._dtype) for name in names]  # copies carry the gradient back
+            tensors[key] = parts[0] if len(parts) == 1 else torch.cat(parts).view(shape)
 
     def __exit__(self, *_: object) -> None:
-        for tensors, key, _name in self._places:
+        for tensors, key, *_rest in self._bound:
             tensors[key] = None
 
 
@@ -486,6 +500,19 @@ def _place(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     module = model.get_submodule(path)
     tensors: Any = module._parameters if key in module._parameters else module._buffers
     return tensors, key
+
+
+def _weight(model: nn.Module, config: ModelConfig, name: str, first: str) -> _Weight:
+    """A weight of a model by its name and the first of its names.
+
+    A family of the own decoder has a tensor for each expert in the flat buffer, in this order.
+    """
+    tensors, key = _place(model, name)
+    names, stacked = [first], STACKED_EXPERTS.fullmatch(name)
+    if stacked is not None and not isinstance(config, TransformersConfig):
+        experts, kinds = range(config.num_experts), stacked[2].split("_")
+        names = [f"{stacked[1]}.{i}.{kind}_proj.weight" for i in experts for kind in kinds]
+    return _Weight(tensors, key, names, tensors[key].shape)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -100,15 +100,10 @@ def check_implementation(config: Config, model: ModelConfig) -> None:
                 f"{key} = {engines.backend}: transformers has other names for the weights of {kind} than its "
                 f"checkpoint, and the server would not find them; set {key} = transformers"
             )
-    if trainer.model == "transformers" and model.moe_layers:
+    if trainer.model == "transformers" and trainer.routing_replay:
         raise ConfigError(
-            f"trainer.model = transformers with {kind}: DORA-RL's decoder trains its experts one by one; set "
-            "trainer.model = auto"
-        )
-    if isinstance(model, TransformersConfig) and model.vision and trainer.num_ranks > 1:
-        raise ConfigError(
-            f"trainer.num_ranks = {trainer.num_ranks}: ranks cannot divide the vision tower of {kind}, which "
-            "runs only for batches with images; set trainer.num_ranks = 1"
+            "trainer.routing_replay = true: with trainer.model = transformers the model routes tokens by "
+            "itself; set trainer.model = auto"
         )
     if isinstance(model, TransformersConfig) and model.shares_layers and trainer.num_ranks > 1:
         raise ConfigError(

@@ -218,6 +218,7 @@ class DistributedLearner:
             settings.temperature,
             logits_chunk_tokens=settings.logits_chunk_tokens,
             torch_compile=settings.torch_compile,
+            images=settings.images,
         )
         self._failure: str | None = None
 
@@ -647,6 +648,7 @@ class ShardedPolicy(Policy):
             logits_chunk_tokens=settings.logits_chunk_tokens,
             torch_compile=settings.torch_compile,
             activation_checkpointing=not is_frozen and settings.activation_checkpointing,
+            images=settings.images,
         )
         self._run_gathered, self._run_layer = self._run_layer, self._run_layer_module
 
@@ -708,6 +710,8 @@ class ShardedPolicy(Policy):
 
 class ShardedTransformersPolicy(ShardedPolicy, TransformersPolicy):
     """A sharded policy that transformers computes."""
+
+    is_sharded = True
 
     def hidden_states(self, batch: PackedBatch, router: Router | None = None) -> Tensor:
         """As `TransformersPolicy.hidden_states`; a block gathers all layers, so ranks have equally many."""

@@ -190,7 +190,7 @@ class GradientAccumulator:
         routes = [s.routes for s in samples]
         batch = pack_samples(samples, policy.device, routes)
         router = None
-        if policy.config.moe_layers:
+        if policy.config.moe_layers and policy.takes_router:
             replayed = replay_routes(policy.config, batch, routes)
             router = CountingRouter(policy.config, replayed, batch.logits_indices)
         logprobs, entropies = policy.logprobs(batch, router)

@@ -43,7 +43,7 @@ def _micro_batch_logprobs(policy: Policy, samples: Sequence[Sample], metrics: St
     """Log-probs of all tokens of the loss [N]."""
     config, routes = policy.config, [s.routes for s in samples]
     batch = pack_samples(samples, policy.device, routes)
-    router = replay_routes(config, batch, routes) if config.moe_layers else None
+    router = replay_routes(config, batch, routes) if config.moe_layers and policy.takes_router else None
     metrics.num_flops += forward_flops(config, batch)
     with torch.no_grad():
         return policy.logprobs(batch, router)[0]

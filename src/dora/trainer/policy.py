@@ -35,6 +35,8 @@ class Policy:
     as engines do; their gradients are this decoder's.
     """
 
+    takes_router = True  # of a mixture of experts, which another router may replace
+
     def __init__(
         self,
         config: ModelConfig,

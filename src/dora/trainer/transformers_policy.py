@@ -11,20 +11,16 @@ from torch.utils.checkpoint import checkpoint
 from dora.model.config import ModelConfig, TransformersConfig
 from dora.model.decoder import run_layer_once
 from dora.model.moe import Router
-from dora.model.transformers_model import TransformersModel
+from dora.model.transformers_model import BLANK, TransformersModel
 from dora.trainer.packing import PackedBatch
 from dora.trainer.policy import BatchLogprobs, Policy, run_checkpointed
 from dora.trainer.recipe import ModelImplementation
 
 
 def policy_class(config: ModelConfig, implementation: ModelImplementation = "auto") -> type[Policy]:
-    """The policy of a model under this `trainer.model`.
-
-    Experts of an own family are separate tensors, and transformers stacks them, so these stay with the own
-    decoder.
-    """
-    is_chosen = implementation == "transformers" and not config.moe_layers
-    return TransformersPolicy if is_chosen or isinstance(config, TransformersConfig) else Policy
+    """The policy of a model under this `trainer.model`."""
+    is_chosen = implementation == "transformers" or isinstance(config, TransformersConfig)
+    return TransformersPolicy if is_chosen else Policy
 
 
 class TransformersPolicy(Policy):
@@ -33,6 +29,9 @@ class TransformersPolicy(Policy):
     Sequences are rows of a block, padded on the right, where causality hides the padding. So attention,
     sliding windows and linear attention need no mask and no support of packed sequences by the family.
     """
+
+    takes_router = False
+    is_sharded = False  # other ranks compute the same layers at the same time
 
     def with_weights(
         self, weights: Mapping[str, Tensor], exact_logprobs: BatchLogprobs | None
@@ -45,11 +44,12 @@ class TransformersPolicy(Policy):
 
     def hidden_states(self, batch: PackedBatch, router: Router | None = None) -> Tensor:
         """Final hidden states [M, hidden]. The family's own router chooses experts."""
-        assert router is None, "transformers routes by itself"
-        images = self._model.image_features(batch.input_ids, self._run_layer)
+        assert router is None, "see `takes_router`"
+        images = self._model.image_features(batch.input_ids, self._run_layer, is_sharded=self.is_sharded)
         inputs = [batch.input_ids[block] for block in batch.blocks]
         blocks = [self._model.hidden_states(x, run_layer=self._run_layer, images=images) for x in inputs]
-        return torch.cat([x.flatten(0, 1) for x in blocks]).index_select(0, batch.block_indices)
+        hidden = torch.cat([x.flatten(0, 1) for x in blocks]).index_select(0, batch.block_indices)
+        return hidden + 0.0 * images[BLANK].layers.sum() if BLANK in images else hidden
 
     def _prepare(self, activation_checkpointing: bool) -> None:
         self._run_layer = run_checkpointed if activation_checkpointing else run_layer_once
