@@ -38,9 +38,9 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@# Meanwhile one process compiles the tests, which each worker would do otherwise.
-	$(BIN)/pytest --collect-only -qq > /dev/null & $(BIN)/mypy; code=$$?; wait; exit $$code
-	$(BIN)/dora simulate swarm --seeds 200
+	@# Beside mypy: compile the tests, which each worker of pytest would do otherwise, and run the swarm.
+	{ $(BIN)/pytest --collect-only -qq > /dev/null; $(BIN)/dora simulate swarm --seeds 200; } & \
+	  $(BIN)/mypy; code=$$?; wait $$! && exit $$code
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-agents: $(VENV)/.installed-dev $(VENV)-agents/.installed

@@ -1,7 +1,8 @@
-"""Settings of all tests: Triton's kernels, an offline hub, no time limits of properties, order, repeats."""
+"""Settings of all tests: Triton's kernels, an offline hub, processes, time limits, order, repeats."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -14,21 +15,30 @@ if not torch.cuda.is_available():  # Triton must know before it is imported
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that looks like one of the hub downloads nothing
 
+# As in a run: processes that tests start are forks of one that has imported torch.
+multiprocessing.set_forkserver_preload(["dora.runtime.process.preload"])
+
 settings.register_profile("dora", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dora")
 
 TESTS = Path(__file__).parent
-LONGEST = TESTS / "test_gpu_script.py"
+LONGEST = ["test_gpu_script.py", "runs/test_ray.py", "contract/test_executor.py", "test_wheel.py"]
 WITH_PROCESSES = {TESTS / name for name in ("contract", "runs", "service")}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest file comes first, so that pytest-xdist does not wait for it alone at the end.
+    """The longest files come first, then runs, so that no worker of pytest-xdist is alone at the end.
 
     A failed test of processes or connections is repeated once, and pytest names it. The up to ten processes
     of a run share two cores with other tests, and with strangers on a machine of a cloud.
     """
-    items.sort(key=lambda item: item.path != LONGEST)
+    items.sort(key=_position)
     for item in items:
         if WITH_PROCESSES.intersection(item.path.parents):
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def _position(item: pytest.Item) -> int:
+    """Where the file of a test comes; files of one position keep their order."""
+    name = item.path.relative_to(TESTS).as_posix()
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST) + (not name.startswith("runs/"))

@@ -9,6 +9,7 @@ that is forbidden: while a graph is captured, and inside `forbid_syncs`.
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.config  # before torch.Tensor is patched
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -268,6 +268,7 @@ class Graph:
 @contextmanager
 def fake_cuda(patch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """torch with a device, for the block."""
+    importlib.import_module("torch._dynamo.config")  # before torch.Tensor is patched
     mode = FakeCuda()
     make_subclass = Tensor._make_subclass
 

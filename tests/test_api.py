@@ -7,6 +7,7 @@ from pathlib import Path
 from subprocess import run as run_program
 
 import pytest
+from tests.runtime.running import wait_until
 from tests.runtime.tiny import CONFIG, write_task
 
 import dora
@@ -49,9 +50,13 @@ def test_tables_make_a_run_that_another_program_stops(
     monkeypatch.chdir(tmp_path)
     tables = tomllib.loads(CONFIG) | {"run": {"steps": 100_000}}
     run = dora.train(tables, "run", wait=False)
+
+    def has_two_steps() -> bool:
+        assert run.status.state == "running"
+        return len(run.metrics()) >= 2
+
     try:
-        while len(run.metrics()) < 2:
-            assert run.status.state == "running"
+        wait_until(has_two_steps)
         dora.load("run").stop()
     finally:
         run.stop()  # also after a failure: nobody else ends it

@@ -123,7 +123,7 @@ SHARED_IN_RUNTIME = ("process", "run_setup", "run_dir", "sample_book")
 COMPOSERS = ("dora.runtime.run", "dora.runtime.executor")
 # Packages from outside that only some modules may import.
 KEPT_IN: dict[str, tuple[str, ...]] = {
-    "ray": ("dora.runtime.process.ray",),
+    "ray": ("dora.runtime.process.ray", "dora.runtime.process.ray_actor"),
     "torch": (
         "dora.model",
         "dora.engine",
@@ -202,10 +202,16 @@ def inner_imports(module: str) -> set[str]:
     return {name for name in imports(module) if name in modules() and not is_package(name)} - {module}
 
 
-def imports_when_loaded(module: str) -> set[str]:
+@cache
+def imports_at_the_top(module: str) -> frozenset[str]:
     """Imports at the top of the file only: what comes when the module is imported."""
     tree = ast.parse(modules()[module].read_text(encoding="utf-8"))
-    return {name for node in tree.body for name in names_of(node) if name in modules()} - {module}
+    return frozenset(name for node in tree.body for name in names_of(node))
+
+
+def imports_when_loaded(module: str) -> set[str]:
+    """Of these, the modules of the package."""
+    return {name for name in imports_at_the_top(module) if name in modules()} - {module}
 
 
 def is_package(module: str) -> bool:
@@ -282,3 +288,20 @@ def test_importing_the_command_line_loads_nothing_heavy() -> None:
 @pytest.mark.parametrize("module", ["dora.config.load", "dora.trainer.recipe", "dora.trainer.advantage"])
 def test_what_checks_a_configuration_or_rewards_loads_no_torch(module: str) -> None:
     assert not [name for name in loaded_with(module) if "torch" in imports(name)]
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "dora.runtime.process.ray_actor",
+        "dora.runtime.process.stream_workers",
+        "dora.runtime.scoring.reward_worker",
+    ],
+)
+def test_storage_and_reward_workers_load_nothing_heavy(module: str) -> None:
+    """On a Ray cluster each of them is a new process, which imports its modules itself."""
+    packages = {
+        name: {found.partition(".")[0] for found in imports_at_the_top(name)} for name in loaded_with(module)
+    }
+    heavy = {"torch", "numba", "pydantic", "transformers"}
+    assert not [name for name, found in packages.items() if heavy & found]

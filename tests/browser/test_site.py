@@ -44,20 +44,21 @@ PHONE: ViewportSize = {"width": 390, "height": 844}
 LAPTOP: ViewportSize = {"width": 1280, "height": 800}
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("material", reason="needs the extra docs")
-    docs = tmp_path / "docs"
+    folder = tmp_path_factory.mktemp("site")
+    docs = folder / "docs"
     docs.mkdir()
     for name in ("iframe-worker.js", "site.css"):
         shutil.copy(ROOT / "docs" / name, docs)
     (docs / "index.md").write_text("# Beginning\n\nNothing is said here.\n")
     (docs / "other.md").write_text("# The bound\n\nStaleness is bounded by admission.\n")
     (docs / "wide.md").write_text(WIDE)
-    (tmp_path / "mkdocs.yml").write_text(SMALL)
+    (folder / "mkdocs.yml").write_text(SMALL)
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict"]
-    subprocess.run(command, cwd=tmp_path, check=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
-    return tmp_path / "site"
+    subprocess.run(command, cwd=folder, check=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
+    return folder / "site"
 
 
 def test_the_search_needs_no_server(page: Page, site: Path) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 from ray.cluster_utils import Cluster
 
 OBJECT_STORE_BYTES = 100 * 2**20  # of each node
-FAST_HEALTH_CHECKS = {  # the head notices a killed raylet within seconds
-    "worker_niceness": 0,
+SETTINGS = {
+    "worker_niceness": 0,  # this and the next as `RayLauncher` sets them
+    "prestart_worker_first_driver": False,
+    # The head notices a killed raylet within seconds.
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 2000,
@@ -24,7 +26,7 @@ def two_nodes() -> Any:
     head = {"num_cpus": 4, "object_store_memory": OBJECT_STORE_BYTES}
     cluster = Cluster(
         initialize_head=True,
-        head_node_args={**head, "include_dashboard": False, "_system_config": FAST_HEALTH_CHECKS},
+        head_node_args={**head, "include_dashboard": False, "_system_config": SETTINGS},
         shutdown_at_exit=False,
     )
     atexit.register(cluster.shutdown)

@@ -36,7 +36,7 @@ def test_a_run_that_was_killed_three_times_finishes(resumable: ResumableRun) -> 
     *complete, last = path.read_text().splitlines(keepends=True)
     path.write_text("".join(complete) + last[:9])
 
-    run = resumable.resume(trainer__keep_last=3)
+    run = resumable.resume(trainer__keep_last=3, **SLOW)
     run.wait_until((resumable.out / "checkpoints" / "step-4").is_dir, "two checkpoints")
     resumable.kill_after(run, 1)
     checkpoints = resumable.out / "checkpoints"
@@ -52,7 +52,7 @@ def test_a_run_that_was_killed_three_times_finishes(resumable: ResumableRun) -> 
     forge_manifest(core.parent)
     with other_weights(resumable.task.parent / "start"):
         assert "start' no longer holds the weights that the run started with" in refusal(resumable.out)
-    run = resumable.resume()
+    run = resumable.resume(**SLOW)
     resumable.kill_after(run, 20)
     assert f"resumed from {checkpoints / 'step-2'}: 2 trained steps kept" in run.end().out
     check_finished(resumable.out, resumable.resume().end())

@@ -1,4 +1,7 @@
-"""The SDKs of OpenAI and Anthropic, unmodified, run episodes through the real server."""
+"""The SDKs of OpenAI and Anthropic, unmodified, run episodes through the real server.
+
+Tests import them: each takes a second, in every process that collects the tests.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-import anthropic
-import openai
 import pytest
 from tests.service.fake_run import FakeRun, serve
 from tests.service.test_agent_apis import (
@@ -67,6 +68,8 @@ def address(run: FakeRun) -> tuple[str, str]:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_an_agent_with_openais_client_calls_a_tool(run: FakeRun, is_stream: bool) -> None:
+    import openai
+
     url, token = address(run)
     client: Any = openai.OpenAI(base_url=f"{url}/s/a/v1", api_key=token, max_retries=0)
     assert [model.id for model in client.models.list()] == ["policy"]
@@ -85,6 +88,8 @@ def test_an_agent_with_openais_client_calls_a_tool(run: FakeRun, is_stream: bool
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_openais_client_gets_the_log_probs_of_a_turn(run: FakeRun, is_stream: bool) -> None:
+    import openai
+
     url, token = address(run)
     client: Any = openai.OpenAI(base_url=f"{url}/s/a/v1", api_key=token, max_retries=0)
     ids = [*run.setup.tokenizer.encode(CALL_TEXT), run.setup.tokenizer.stop_ids[0]]
@@ -111,6 +116,8 @@ def test_openais_client_gets_the_log_probs_of_a_turn(run: FakeRun, is_stream: bo
 
 
 def test_log_probs_that_an_engine_does_not_report_are_refused(run: FakeRun) -> None:
+    import openai
+
     url, token = address(run)
     client: Any = openai.OpenAI(base_url=f"{url}/s/a/v1", api_key=token, max_retries=0)
     about = {"model": "policy", "messages": [USER]}
@@ -137,6 +144,8 @@ def complete(client: Any, messages: Sequence[Any], is_stream: bool) -> Any:
 def test_an_agent_with_openais_client_calls_a_tool_in_the_responses_api(
     run: FakeRun, is_stream: bool
 ) -> None:
+    import openai
+
     url, token = address(run)
     client: Any = openai.OpenAI(base_url=f"{url}/s/a/v1", api_key=token, max_retries=0)
     about = {"model": "policy", "instructions": "Use the tool.", "tools": RESPONSES_TOOLS}
@@ -173,6 +182,8 @@ def test_an_agent_with_openais_client_calls_a_tool_in_the_responses_api(
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_an_agent_with_anthropics_client_calls_a_tool(run: FakeRun, is_stream: bool) -> None:
+    import anthropic
+
     url, token = address(run)
     client: Any = anthropic.Anthropic(base_url=f"{url}/s/a", api_key=token, max_retries=0)
 
@@ -200,6 +211,8 @@ def test_an_agent_with_anthropics_client_calls_a_tool(run: FakeRun, is_stream: b
 
 
 def test_an_agent_with_openais_client_continues_a_text(tmp_path: Path) -> None:
+    import openai
+
     run = FakeRun(tmp_path, service__agents="true")
     run.agents.start(EPISODE, version=4)
     with serve(run), model(run, ["77", "8"]) as replies:

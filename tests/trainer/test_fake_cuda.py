@@ -119,7 +119,7 @@ def qwen3_8b(num_layers: int = 36) -> ModelConfig:
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "num_tokens", "kl_loss_coef"), [(36, 16384, 0.0), (4, 1024, 0.0), (4, 8192, 0.1)]
+    ("num_layers", "num_tokens", "kl_loss_coef"), [(12, 16384, 0.0), (4, 1024, 0.0), (4, 8192, 0.1)]
 )
 def test_the_memory_of_one_of_8_ranks_is_estimated(
     num_layers: int, num_tokens: int, kl_loss_coef: float, cuda: FakeCuda, mesh: DeviceMesh

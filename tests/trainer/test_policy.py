@@ -12,7 +12,6 @@ import torch
 from tests.model.families import CONFIGS, SHAPE, random_weights
 from tests.model.varlen_twin import traceable_attention, varlen_attn
 from torch import Tensor
-from torch._dynamo import lookup_backend
 from torch.autograd.graph import saved_tensors_hooks
 
 import dora.model.device as device_module
@@ -82,6 +81,8 @@ def test_a_compiled_model_has_the_same_gradient(
     name: str, saves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are traced once for all layers, without a graph break; no code is generated here."""
+    from torch._dynamo import lookup_backend  # takes seconds
+
     graphs = list[torch.fx.GraphModule]()
 
     def count_graphs(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:

@@ -18,15 +18,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dora.core.types import RequestId
-from dora.engine.decode_batch import PartialOutput
-from dora.engine.kv_transfer.handoff import HandoffSlot
 from dora.engine.request import Request
+
+if TYPE_CHECKING:
+    from dora.engine.decode_batch import PartialOutput
+    from dora.engine.kv_transfer.handoff import HandoffSlot
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,10 @@ def send_and_wait(outbox: WorkerOutbox, inbox: WorkerInbox, spec: object) -> Non
         pass
 
 
-def start_processes(outbox: WorkerOutbox, inbox: WorkerInbox, exits: bool) -> None:
-    """Start a program, one with its own session, and a fork; send their process ids."""
+def start_processes(outbox: WorkerOutbox, inbox: WorkerInbox, spec: object) -> None:
+    """Start a program, one with its own session, and a fork; send their process ids, and exit on a reply."""
     programs = [subprocess.Popen(["sleep", "1000"], start_new_session=own) for own in (False, True)]
     if (fork := os.fork()) == 0:
         time.sleep(1000.0)
     outbox.send([*(program.pid for program in programs), fork])
-    if not exits:
-        time.sleep(1000.0)
+    next(inbox.receive(None))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from dora.core.types import GroupId, RequestId
+from dora.engine.decode_batch import PartialOutput
 from dora.runtime.process import messages
 from dora.trainer.critic import CriticSettings
 from dora.trainer.trainer import TrainerSettings
@@ -27,6 +28,7 @@ MESSAGES = [
 ]
 NAMES = vars(messages) | {  # messages.py imports these under TYPE_CHECKING
     "CriticSettings": CriticSettings,
+    "PartialOutput": PartialOutput,
     "TrainerSettings": TrainerSettings,
     "RemoteVersionSource": RemoteVersionSource,
 }

@@ -77,11 +77,13 @@ def test_cpu_time_includes_processes_that_have_exited() -> None:
 @pytest.mark.parametrize("how", ["killed", "by itself"])
 def test_processes_that_a_worker_has_started_end_with_it(how: str) -> None:
     messages = WorkerMessages()
-    worker = Worker("a worker", start_processes, how == "by itself", messages)
+    worker = Worker("a worker", start_processes, None, messages)
     _, pids = messages.get(timeout=30)
     processes = [psutil.Process(pid) for pid in pids]
     if how == "killed":
         worker.kill()
+    else:
+        worker.send("exit")
     assert messages.get(timeout=30) == (worker, WorkerExited())
     worker.kill()
     assert wait_until_gone(processes) == []

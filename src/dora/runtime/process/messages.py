@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from dora.core.types import GroupId, RequestId
 from dora.curve import CurveAddress
-from dora.engine.decode_batch import PartialOutput
 from dora.engine.interface import KVTransfer
 from dora.engine.messages import ContinueEpisode as ContinueEpisode
 from dora.engine.messages import EndEpisode as EndEpisode
@@ -30,6 +29,7 @@ from dora.metrics.rollout import EngineUsage
 from dora.trainer.advantage import AdvantageSettings
 
 if TYPE_CHECKING:
+    from dora.engine.decode_batch import PartialOutput
     from dora.trainer.critic import CriticSettings
     from dora.trainer.trainer import TrainerSettings
     from dora.weights.store import RemoteVersionSource

@@ -1,4 +1,4 @@
-"""A run on a Ray cluster: its workers are actors in placement groups. The only module that imports Ray.
+"""A run on a Ray cluster: its workers are actors in placement groups.
 
 Ray reserves resources, starts and kills processes, and transfers weights to other nodes. Workers and the
 driver exchange messages over their own channels (`rpc`), and the driver detects a worker that hangs by its
@@ -12,7 +12,6 @@ import json
 import math
 import os
 import secrets
-import shutil
 import signal
 import threading
 from collections import Counter
@@ -20,12 +19,9 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
-from numpy.typing import NDArray
 from ray._private import ray_constants
 from ray._private import state as gcs
 from ray._private.services import canonicalize_bootstrap_address_or_die
@@ -39,11 +35,11 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dora import __version__
 from dora.config.schema import Config
 from dora.curve import CurveAddress, CurveServer
 from dora.errors import RunError
 from dora.runtime.process.messages import EngineSpec, LoadWeights, PrefetchWeights
+from dora.runtime.process.ray_actor import DriverNode, WorkerActor
 from dora.runtime.process.ray_connect import (
     RayHead,
     check_reachable,
@@ -66,14 +62,15 @@ from dora.runtime.process.resources import (
     with_reserved_gpu,
 )
 from dora.runtime.process.rpc import ChannelAddress, CurveChannel, RequestServer
-from dora.runtime.process.stream_workers import ConsumerSpec
-from dora.runtime.process.worker_process import WORKER_ENV, ForkedProcess, ProcessHandle, Target, run_target
-from dora.weights.store import RemoteVersionSource, WeightStore, make_store_folder
+from dora.runtime.process.worker_process import WORKER_ENV, ForkedProcess, ProcessHandle, Target
+from dora.weights.store import WeightStore
 
 NODE_LABEL = "ray.io/node-id"  # Ray gives each node this label
 EXIT_TIMEOUT_S = 1.0  # for Ray to report that an actor has exited, and why
 SHUTDOWN_TIMEOUT_S = 30.0  # for ray.shutdown() without a head: Ray would abort the process after a minute
 NODE_POLL_S = 1.0
+
+_ACTOR_CLASS: Any = ray.remote(max_restarts=0, max_task_retries=0)(WorkerActor)
 
 
 @dataclass(frozen=True)
@@ -83,17 +80,6 @@ class ReservedBundle:
     group: PlacementGroup
     index: int
     resources: ProcessResources
-
-
-@dataclass(frozen=True)
-class DriverNode:
-    """The driver's node, for the actors."""
-
-    node: str
-    spans_nodes: bool  # whether the run may have several nodes
-    pool_bytes: int  # of an engine's KV pool
-    broker: CurveAddress | None = None  # of migrations between nodes, see `remote_kv`
-    version: str = __version__  # of DORA-RL
 
 
 class RayLauncher:
@@ -234,7 +220,9 @@ class RayLauncher:
             "include_dashboard": self._config.dashboard,
             "dashboard_host": "127.0.0.1",
             "num_cpus": max(os.cpu_count() or 1, math.ceil(num_cpus)),
-            "_system_config": {"worker_niceness": 0},  # by default workers have a lower priority
+            # By default workers have a lower priority, and Ray starts one for each CPU before any is needed;
+            # as these lack `WORKER_ENV`, no actor would run in them.
+            "_system_config": {"worker_niceness": 0, "prestart_worker_first_driver": False},
         }
         init = partial(
             ray.init,
@@ -339,11 +327,10 @@ class RayProcess:
         self._is_connected, self._has_exited = threading.Event(), threading.Event()
         self._pid: int | None = None
         self._node = driver.node
-        actor_class: Any = WorkerActor
         options = {"name": name, "num_cpus": bundle.resources.cpus, "num_gpus": bundle.resources.gpus}
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(bundle.group, bundle.index)
         options["max_concurrency"] = 1 if self._store is None else 2  # `receive_version` beside `run`
-        self._actor = actor_class.options(**options).remote()
+        self._actor = _ACTOR_CLASS.options(**options).remote()
         run = self._actor.run.options(name=name)  # also the title of the process
         self._result = run.remote(address, target, with_reserved_gpu(spec), driver)
         self._result.future().add_done_callback(self._on_exit)
@@ -431,53 +418,6 @@ class RayProcess:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             return lines[-1].partition(" Worker exit detail: ")[2] or lines[-1]
         return "its work was done"
-
-
-@ray.remote(max_restarts=0, max_task_retries=0)
-class WorkerActor:
-    """A worker process on any node of the cluster."""
-
-    def __init__(self) -> None:
-        self._pool_folder: Path | None = None  # of an engine on another node than the driver's
-        self._versions: RemoteVersionSource | None = None
-
-    def run(self, address: ChannelAddress, target: Target, spec: Any, driver: DriverNode) -> None:
-        """Connect to the driver at `address` and run `target`, see `run_target`."""
-        node = ray.get_runtime_context().get_node_id()
-        if driver.version != __version__:
-            raise RunError(
-                f"node {node} has DORA-RL {__version__}, but the driver has {driver.version}: install the "
-                "same version on all nodes"
-            )
-        spec = self._localize(spec, driver, node == driver.node)
-        channel = CurveChannel.connect(address)
-        channel.send((os.getpid(), node))
-        try:
-            run_target(channel, target, spec)
-        finally:
-            channel.close()
-            if self._pool_folder is not None:
-                shutil.rmtree(self._pool_folder, ignore_errors=True)
-
-    def receive_version(self, version: int, content: NDArray[np.uint8], stored: list[int]) -> None:
-        """See `RemoteVersionSource.receive`; `content` is in the object store of this node."""
-        assert self._versions is not None
-        self._versions.receive(version, content, stored)
-
-    def _localize(self, spec: Any, driver: DriverNode, is_driver_node: bool) -> Any:
-        """The worker's spec with the paths and addresses of this node."""
-        if isinstance(spec, ConsumerSpec):
-            return replace(spec, remote=None) if is_driver_node else spec
-        if not isinstance(spec, EngineSpec) or not driver.spans_nodes:
-            return spec
-        spec = replace(spec, host=ray.util.get_node_ip_address())
-        if is_driver_node:
-            return spec
-        self._versions, pool = RemoteVersionSource(), spec.pool
-        if pool is not None:
-            self._pool_folder = make_store_folder(driver.pool_bytes)
-            pool = self._pool_folder / pool.name
-        return replace(spec, remote_weights=self._versions, pool=pool, broker=driver.broker)
 
 
 def _is_fixed(nodes: Set[str]) -> bool:

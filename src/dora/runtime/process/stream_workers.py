@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from dora.config.schema import Config
 from dora.core.types import GroupId
 from dora.curve import CurveAddress
 from dora.errors import RunError, StreamError
@@ -26,6 +25,9 @@ from dora.stream.client import StreamClient
 from dora.stream.metadata import BatchRequest
 from dora.stream.run_stream import DRIVER_TIMEOUT_S, StorageSpec, remote_address
 from dora.stream.schema import StreamBatch, TimedOut
+
+if TYPE_CHECKING:
+    from dora.config.schema import Config
 
 POLL_S = 0.2
 GET_TIMEOUT_S = 60.0  # of one request for rows; it is repeated

@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from dora.config.schema import Config
 from dora.errors import DoraError, InputError, RunError, WorkerTimeoutError
 from dora.runtime.process.messages import Shutdown, WorkerExited, WorkerReady
 from dora.runtime.process.worker_process import Target, Worker, WorkerMessages, WorkerState, receive
+
+if TYPE_CHECKING:
+    from dora.config.schema import Config
 
 MAX_GAP_S = 1.0  # longest time that counts between two readings of the driver's clock
 MIN_SUSPENDED_S = 30.0  # after a longer gap the driver was suspended, which does not show a busy machine
