@@ -68,7 +68,8 @@ def test_episodes_of_a_lost_engine_continue_and_repeat_no_step(start_run: StartR
     config = write_echo(tmp_path)
     run = start_run(config, engine__min_step_time="100ms", **TURNS)
     run.wait_until(lambda: calls(tmp_path)["step"] >= 3, "three steps of environments")
-    run.workers()[0].kill()
+    used = next(line["engine"] for line in journal(run.out) if line["kind"] == "generate")
+    run.workers()[used].kill()
     ended = run.end()
     assert ended.code == 0, ended
     assert calls(tmp_path) == {"reset": 4, "step": 12}

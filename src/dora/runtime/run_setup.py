@@ -747,7 +747,7 @@ class RunSetup:
             backend=kind.backend,
             backend_options=kind.options,
             prefetches_weights=config.weights.load == "deferred",
-            images=self.images_folder,
+            images=self.images_folder if self.prompts.images else None,
             num_kv_blocks=config.engine.num_kv_blocks,
             prefill_budget=config.engine.max_prefill_tokens or _PREFILL_TOKENS[is_gpu(config.engine.device)],
             inflight_update=config.orchestrator.update_policy if config.breaks_c1 else None,
@@ -787,7 +787,7 @@ class RunSetup:
             lora=self.lora,
             offload_optimizer=config.trainer.offload_optimizer,
             samples_have_reference="reference" in self.aux_columns,
-            images=self.images_folder,
+            images=self.images_folder if self.prompts.images else None,
         )
         return TrainerSpec(
             model=Path(config.model.path),
