@@ -51,6 +51,7 @@ class Sglang(HttpEngine):
 
     server_kind = SGLANG
     capabilities = Capabilities(
+        episodes=True,
         stop_strings=True,
         pauses=True,
         migrates_without_kv=True,

@@ -1,4 +1,5 @@
-"""SGLang's server with two additions: it reports the digest of loaded weights, and it requires an auth token.
+"""SGLang's server with three changes: it reports the digest of loaded weights, requires an auth token, and
+ends a response only at the stop ids of its request.
 
     python -m dora_sglang --model-path ...
 
@@ -50,9 +51,10 @@ def serve() -> None:
     runpy.run_module("sglang.launch_server", run_name="__main__")
 
 
-def patch_weight_updater() -> None:
-    """In a process that the server has started: report digests."""
+def patch_scheduler() -> None:
+    """In a process that the server has started: report digests, and know no end of a sequence."""
     import dora_digest  # type: ignore[import-not-found]
+    from sglang.srt.configs.model_config import ModelConfig  # type: ignore[import-not-found]
     from sglang.srt.model_executor.model_runner_components import (  # type: ignore[import-not-found]
         weight_updater,
     )
@@ -60,9 +62,10 @@ def patch_weight_updater() -> None:
     updater = weight_updater.WeightUpdater
     update = updater.update_weights_from_disk
     updater.update_weights_from_disk = with_digest(update, dora_digest.safetensors_digest)
+    ModelConfig._get_hf_eos_token_id = lambda self: set()  # of generation_config.json, too
 
 
 if __name__ == "__main__":
     serve()
 elif __name__ == "__mp_main__":
-    patch_weight_updater()
+    patch_scheduler()
