@@ -274,7 +274,7 @@ class HttpEngine(ABC):
 
     def _keep_kv(self, version: int) -> None:
         """Let the server continue all requests but held-out ones with the weights of a version."""
-        raise NotImplementedError("its capabilities have no inflight_update")
+        raise EngineError(f"{self.server} cannot change weights in a response: set update_policy = dora")
 
     def _start_load(self, version: int, send: Callable[[str], str]) -> Future[str]:
         """Load a version by `send`, which gets its name at the server and returns its digest.
