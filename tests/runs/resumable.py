@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.journal.recorded_runs import write_chained
 from tests.runtime.running import CommandResult, Run, dora, journal, metrics, summary, wait_until_gone
+from tests.runtime.tiny import write_task
 
 from dora.journal.writer import file_digest
 from dora.trainer.checkpoint_folders import MANIFEST, write_manifest
@@ -21,6 +22,29 @@ STEPS, BATCH_SIZE = 6, 2
 SLOW: dict[str, Any] = {"engine__min_step_time": "100ms"}
 QUICK: dict[str, Any] = {"engine__min_step_time": "10ms"}
 CHANGES: dict[str, object] = {"run__steps": STEPS, "trainer__save_freq": 2, "trainer__keep_last": 1}
+
+
+# To open the FIFO waits for a writer, and there is none.
+HELD_REWARD = """
+import itertools, os
+
+calls = itertools.count()
+
+def reward(prompt, completion, **row):
+    if next(calls) >= {num_scored} and os.path.exists({fifo!r}):
+        open({fifo!r}).close()
+    return completion.count("7") + len(set(completion)) / 100
+"""
+
+
+def write_held_task(folder: Path, num_scored: int) -> tuple[Path, Path]:
+    """The tiny task with a reward function that scores so many samples and no more while a FIFO exists.
+
+    So a run goes no further, however long a test takes to kill it. Returns the configuration and the FIFO.
+    """
+    fifo = folder / "fifo"
+    os.mkfifo(fifo)
+    return write_task(folder, reward=HELD_REWARD.format(num_scored=num_scored, fifo=str(fifo))), fifo
 
 
 class ResumableRun:

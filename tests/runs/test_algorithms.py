@@ -7,7 +7,7 @@ import sqlite3
 from pathlib import Path
 
 from tests.runs.conftest import StartRun
-from tests.runs.resumable import SLOW, STEPS, ResumableRun, check_redone
+from tests.runs.resumable import BATCH_SIZE, STEPS, ResumableRun, check_redone, write_held_task
 from tests.runtime.running import Run, dora, metrics, summary
 
 
@@ -82,8 +82,9 @@ def test_a_run_with_online_dpo(start_run: StartRun) -> None:
         assert {row for (row,) in db.execute("select advantage from samples")} == {1.0, 0.0, -1.0}
 
 
-def test_a_critic_resumes_with_its_policy(resumable: ResumableRun) -> None:
+def test_a_critic_resumes_with_its_policy(resumable: ResumableRun, tmp_path: Path) -> None:
     """With several updates a step and groups of one. Redone steps give the same bits."""
+    resumable.task, fifo = write_held_task(tmp_path, num_scored=3 * BATCH_SIZE)
     objective: dict[str, object] = {
         "algorithm__adv_estimator": "gae",
         "algorithm__lam": 0.95,
@@ -92,10 +93,10 @@ def test_a_critic_resumes_with_its_policy(resumable: ResumableRun) -> None:
         "sampling__group_size": 1,
         "trainer__mini_batch_tokens": 24,
     }
-    run = resumable.start(**objective, **SLOW)
-    run.wait_until((resumable.out / "checkpoints" / "step-2").is_dir, "a checkpoint")
+    run = resumable.start(**objective)
     run.wait_for_steps(3)
     resumable.kill_after(run, 0)
+    fifo.unlink()
     ended = resumable.resume().end()
     assert ended.code == 0, ended
     check_redone(resumable.out)

@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from tests.runs.resumable import SLOW, ResumableRun, check_finished, forge_manifest
+from tests.runs.resumable import (
+    BATCH_SIZE,
+    STEPS,
+    ResumableRun,
+    check_finished,
+    forge_manifest,
+    write_held_task,
+)
 from tests.runtime.running import journal, summary
 
 from dora.errors import InputError
@@ -25,16 +32,22 @@ from dora.trainer.checkpoint_folders import write_manifest
 
 
 @pytest.fixture(scope="module")
-def killed_out(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of a run that was killed after it published version 5, with checkpoints of steps 2 and 4."""
-    resumable = ResumableRun(task, tmp_path_factory.mktemp("killed") / "run")
+def killed_out(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a run that was killed after it published version 5, with checkpoints of steps 2 and 4.
+
+    Without its last sample it cannot train step 6, however long the test takes to kill it.
+    """
+    folder = tmp_path_factory.mktemp("killed")
+    config, fifo = write_held_task(folder, num_scored=2 * BATCH_SIZE * STEPS - 1)
+    resumable = ResumableRun(config, folder / "run")
     try:
-        run = resumable.start(trainer__keep_last=3, **SLOW)
+        run = resumable.start(trainer__keep_last=3)
         run.wait_until((resumable.out / "checkpoints" / "step-4").is_dir, "two checkpoints")
         run.wait_until(
             lambda: any(line.get("digest") and line["version"] == 5 for line in journal(run.out)), "5"
         )
         resumable.kill_after(run, 0)
+        fifo.unlink()
         yield resumable.out
     finally:
         resumable.kill_all()
