@@ -7,8 +7,8 @@ and one token more for each step since then, which is an upper bound. lost_s is 
 for the most tokens that one response lost. At the end `dora audit` checks the run; findings make the exit
 code 1.
 
-cost: short runs on engines without a pace, in turns with `runtime.output_interval_s = 1` and 0, which is
-without reports.
+cost: short runs on engines without a pace, in turns with the default of `runtime.output_interval_s` and
+with 0, which is without reports.
 
     python benchmarks/kept_tokens.py [--only kills|cost] [--kills N] [--quick] [--json FILE]
 """
@@ -31,6 +31,7 @@ import psutil
 from resume import COMMAND, Attempt
 
 from dora.audit import audit
+from dora.config.schema import RuntimeSection
 from report import Row, make_parser, options_of, publish
 
 STEP_S = 0.05  # of an engine
@@ -185,7 +186,8 @@ def rows_of(found: list[Loss]) -> list[Row]:
 
 def measure_cost(num_pairs: int, num_steps: int) -> tuple[list[Row], dict[str, float]]:
     """Trained tokens per second with reports and without, in pairs of runs whose order alternates."""
-    found: dict[float, list[float]] = {1.0: [], 0.0: []}
+    default_s = RuntimeSection().output_interval_s
+    found: dict[float, list[float]] = {default_s: [], 0.0: []}
     for number in range(num_pairs):
         for interval_s in sorted(found, reverse=number % 2 == 0):
             found[interval_s].append(throughput(interval_s, num_steps))

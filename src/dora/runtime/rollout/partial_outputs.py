@@ -1,9 +1,9 @@
 """The outputs of unfinished requests, so that these continue after the loss of an engine or of the whole run.
 
-Engines report new tokens once per second, and at the end of each turn of an episode. The driver keeps them in
-memory and appends them to a file of the run, which survives SIGKILL because the kernel has the bytes. After
-the loss of the whole run an episode continues if its environment can be restored, so the file also has the
-states of environments. A record that is torn or damaged ends the file.
+Engines report new tokens every `runtime.output_interval_s`, and at the end of each turn of an episode. The
+driver keeps them in memory and appends them to a file of the run, which survives SIGKILL because the kernel
+has the bytes. After the loss of the whole run an episode continues if its environment can be restored, so the
+file also has the states of environments. A record that is torn or damaged ends the file.
 """
 
 from __future__ import annotations
