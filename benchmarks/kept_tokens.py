@@ -8,7 +8,8 @@ for the most tokens that one response lost. At the end `dora audit` checks the r
 code 1.
 
 cost: short runs on engines without a pace, in turns with the default of `runtime.output_interval_s` and
-with 0, which is without reports.
+with 0, which is without reports. Other load on the machine affects the CPU time of the run's processes less
+than its throughput.
 
     python benchmarks/kept_tokens.py [--only kills|cost] [--kills N] [--quick] [--json FILE]
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -25,7 +27,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from resume import COMMAND, Attempt
@@ -84,6 +86,13 @@ class Loss:
     kept_tokens: int
     lost_tokens: float
     most_lost: float  # tokens of one response
+
+
+class Cost(NamedTuple):
+    """Of the trained tokens of a run. The CPU time is that of all its processes, with their start."""
+
+    tokens_per_s: float
+    cpu_us_per_token: float
 
 
 class KilledRun:
@@ -187,39 +196,46 @@ def rows_of(found: list[Loss]) -> list[Row]:
 def measure_cost(num_pairs: int, num_steps: int) -> tuple[list[Row], dict[str, float]]:
     """Trained tokens per second with reports and without, in pairs of runs whose order alternates."""
     default_s = RuntimeSection().output_interval_s
-    found: dict[float, list[float]] = {default_s: [], 0.0: []}
+    found: dict[float, list[Cost]] = {default_s: [], 0.0: []}
     for number in range(num_pairs):
         for interval_s in sorted(found, reverse=number % 2 == 0):
-            found[interval_s].append(throughput(interval_s, num_steps))
+            found[interval_s].append(cost_of_run(interval_s, num_steps))
     rows: list[Row] = [
         {
             "output_interval_s": interval_s,
             "runs": num_pairs,
-            "median_tokens_per_s": statistics.median(each),
-            "min_tokens_per_s": min(each),
-            "max_tokens_per_s": max(each),
+            "median_tokens_per_s": statistics.median(run.tokens_per_s for run in each),
+            "min_tokens_per_s": min(run.tokens_per_s for run in each),
+            "max_tokens_per_s": max(run.tokens_per_s for run in each),
+            "median_cpu_us_per_token": statistics.median(run.cpu_us_per_token for run in each),
         }
         for interval_s, each in found.items()
     ]
-    pairs = [reported / silent for reported, silent in zip(*found.values(), strict=True)]
-    medians = [statistics.median(each) for each in found.values()]
+    pairs = [*zip(*found.values(), strict=True)]
     return rows, {
-        "throughput with reports / without": medians[0] / medians[1],
-        "the same, median of pairs": statistics.median(pairs),
+        "throughput with reports / without, median of pairs": statistics.median(
+            reported.tokens_per_s / silent.tokens_per_s for reported, silent in pairs
+        ),
+        "CPU time of a token with reports / without, median of pairs": statistics.median(
+            reported.cpu_us_per_token / silent.cpu_us_per_token for reported, silent in pairs
+        ),
     }
 
 
-def throughput(interval_s: float, num_steps: int) -> float:
-    """Trained tokens per second of a run that reports unfinished outputs at this interval."""
+def cost_of_run(interval_s: float, num_steps: int) -> Cost:
+    """A run that reports unfinished outputs at this interval."""
     settings = {**COST_SETTINGS, "runtime.output_interval_s": interval_s, "run.steps": num_steps}
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     with tempfile.TemporaryDirectory() as folder:
         config, out = Path(folder, "run.toml"), Path(folder, "run")
         config.write_text(CONFIG)
         command = [*COMMAND, str(config), "--out", str(out), *sets]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         summary = json.loads((out / "summary.json").read_text())
-    return float(summary["tokens_per_s"])
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Cost(summary["tokens_per_s"], 1e6 * cpu_s / summary["trained_tokens"])
 
 
 def measure_kills(num_kills: int) -> tuple[list[Row], dict[str, float], tuple[str, ...]]:

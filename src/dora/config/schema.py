@@ -896,7 +896,7 @@ class RuntimeSection(Section):
         description="Maximum consecutive restarts of the trainer, or of one other process (count).",
     )
     output_interval_s: float = Field(
-        default=0.8,
+        default=0.5,
         ge=0,
         description="How often engines report the tokens of unfinished responses, which then survive a crash "
         "of the engine or of the run (s). 0: never; these responses restart.",

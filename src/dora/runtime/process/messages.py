@@ -65,7 +65,7 @@ class EngineSpec:
     prefill_budget: int = 512  # prompt tokens per step
     kv_transfer: KVTransfer = "shared"  # through `pool`
     inflight_update: str | None = None  # "partial" | "inflight": requests continue with newer versions
-    output_interval_s: float = 0.8  # between reports of unfinished outputs; 0: none
+    output_interval_s: float = 0.5  # between reports of unfinished outputs; 0: none
     host: str | None = None  # where engines of other machines read this engine's KV; None: there are none
     broker: CurveAddress | None = None  # see `remote_kv`; None: on the driver's machine
     remote_weights: RemoteVersionSource | None = None  # None: `weights` is on this machine
