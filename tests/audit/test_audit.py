@@ -10,6 +10,10 @@ from tests.journal.recorded_runs import Record, edited, edited_samples, record_r
 
 from dora.audit import audit
 from dora.audit.audit import FILES
+from dora.audit.versions import VersionAudit
+from dora.core.actions import Action, Generate
+from dora.core.events import EngineLost, Event, OutputsLost, ProgressReported
+from dora.core.types import RequestId
 from dora.sim.random_config import draw_world_config
 
 Edit = Callable[[list[Record]], object]
@@ -355,3 +359,18 @@ def test_only_the_first_findings_are_printed(
     assert lines[6].startswith("   and ")
     assert lines[6].endswith(" more")
     assert [line[:5] for line in lines[7:9]] == ["C2 ok", "C3 ok"]
+
+
+def test_tokens_of_a_request_that_restarts_after_all_are_lost() -> None:
+    first, second = RequestId(0, 0, 0), RequestId(0, 0, 1)
+    versions = VersionAudit([], {})
+    records: list[Event | Action] = [
+        Generate(0, 0, (first, second)),
+        ProgressReported(0, ((first, 9), (second, 4))),
+        EngineLost(0, "killed", ((first, 7), (second, 4))),
+    ]
+    for record in records:
+        versions.observe(record)
+    assert (versions.num_kept_tokens, versions.num_lost_tokens, versions.num_restarted) == (11, 2, 0)
+    versions.observe(OutputsLost(((second, 4),)))
+    assert (versions.num_kept_tokens, versions.num_lost_tokens, versions.num_restarted) == (7, 6, 1)

@@ -19,6 +19,7 @@ from dora.core.events import (
     LoadFailed,
     Migrated,
     MigrationFailed,
+    OutputsLost,
     ProgressReported,
     PromptsFetched,
     Published,
@@ -174,6 +175,14 @@ def test_a_request_starts_again_after_a_failure_of_its_environment() -> None:
     actions = run.deliver(RequestFailed(0, RUNNING, "it raised again", "environment"))
     assert Fail(RUNNING.group, "it raised again") in actions
     assert run.state.num_failed == 1
+
+
+def test_tokens_that_were_kept_and_are_lost_after_all_are_generated_again(run: FakeWorkers) -> None:
+    run.deliver(ProgressReported(0, ((RUNNING, 7),)))
+    run.deliver(EngineLost(0, "killed", ((RUNNING, 5),)))
+    assert (run.state.num_kept_tokens, run.state.num_regenerated_tokens) == (5, 2)
+    assert run.deliver(OutputsLost(((RUNNING, 5),))) == []
+    assert (run.state.num_kept_tokens, run.state.num_regenerated_tokens) == (0, 7)
 
 
 def test_what_an_engine_rejects_is_not_generated_again() -> None:

@@ -52,6 +52,16 @@ class Countdown(Environment):
         self.is_closed = True
 
 
+class StoredCountdown(Countdown):
+    """A countdown whose episodes survive their process."""
+
+    def snapshot(self) -> bytes:
+        return bytes([self._left])
+
+    def restore(self, state: bytes) -> None:
+        (self._left,) = state
+
+
 def encode(observation: Observation) -> list[int]:
     """One token per character."""
     assert isinstance(observation, str)

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from tests.envs.countdown import Countdown, run_ready_tasks
+from tests.envs.countdown import Countdown, StoredCountdown, run_ready_tasks
 
 from dora.envs import remote
 from dora.envs.base import Environment, Fault, Step
@@ -48,6 +48,50 @@ def test_an_episode_runs_on_a_host() -> None:
         environment.close()
 
     with_host(run)
+
+
+def test_an_episode_continues_on_another_host() -> None:
+    async def run(host: str) -> None:
+        environment, other = connect([host]), connect([f"{LOCAL}:1", host])
+        assert await environment.reset({"from": 3}, 0) == "3:"
+        await environment.step("-")
+        state = environment.snapshot()
+        assert state is not None
+        await other.restore(state)
+        assert await other.step("-") == Step("1", 1.0, False)
+        await environment.restore(state)
+        assert await environment.step("-") == Step("1", 1.0, False)
+        assert (await environment.step("-"), environment.snapshot()) == (Step("", 1.0, True), None)
+        environment.close()
+        other.close()
+
+    with_host(run, StoredCountdown)
+
+
+def test_an_environment_without_snapshots_has_none_on_a_host_either() -> None:
+    async def run(host: str) -> None:
+        environment = connect([host])
+        await environment.reset({"from": 3}, 0)
+        assert environment.snapshot() is None
+        with pytest.raises(Fault, match="environment has no method restore"):
+            await environment.restore(b"2")
+        environment.close()
+
+    with_host(run)
+
+
+def test_a_snapshot_that_is_too_large_fails_the_episode_on_its_host() -> None:
+    class Large(StoredCountdown):
+        def snapshot(self) -> bytes:
+            return bytes(2**20 + 1)
+
+    async def run(host: str) -> None:
+        environment = connect([host])
+        with pytest.raises(Fault, match="environment snapshot has 1048577 bytes"):
+            await environment.reset({"from": 3}, 0)
+        environment.close()
+
+    with_host(run, Large)
 
 
 def test_an_error_on_the_host_is_raised_in_the_run() -> None:

@@ -6,7 +6,15 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from tests.envs.countdown import LIMITS, Countdown, RecordedRunner, encode, run_episode, run_ready_tasks
+from tests.envs.countdown import (
+    LIMITS,
+    Countdown,
+    RecordedRunner,
+    StoredCountdown,
+    encode,
+    run_episode,
+    run_ready_tasks,
+)
 
 from dora.envs.base import Environment, Step
 from dora.envs.runner import EnvDone, EnvFailure, EnvObservation, EnvReset, EnvRestored
@@ -37,16 +45,6 @@ def test_rewards_are_summed_without_rounding_errors() -> None:
     asyncio.run(run())
 
 
-class StoredCountdown(Countdown):
-    """A countdown whose episodes survive their process."""
-
-    def snapshot(self) -> bytes:
-        return bytes([self._left])
-
-    def restore(self, state: bytes) -> None:
-        (self._left,) = state
-
-
 def test_an_episode_continues_from_its_state_in_another_process() -> None:
     async def run() -> None:
         runner = RecordedRunner(StoredCountdown)
@@ -72,7 +70,7 @@ def test_a_snapshot_that_is_too_large_or_is_not_there_fails_the_episode() -> Non
         failed = await RecordedRunner(Large).start("e")
         assert isinstance(failed, EnvFailure)
         assert failed.reason == "environment snapshot has 1048577 bytes, more than 1048576: keep less state"
-        failed = await RecordedRunner().restore("e", b"{}")
+        failed = await RecordedRunner().restore("e", b'{"rewards": [], "snapshot": ""}')
         assert isinstance(failed, EnvFailure)
         assert "environment has no method restore" in failed.reason
 

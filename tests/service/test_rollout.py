@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -20,7 +21,7 @@ from dora.core.types import RequestId
 from dora.errors import InputError
 from dora.runtime.rollout.episodes import EpisodeEnded, EpisodeFailed, EpisodeId, EpisodeStarted, PolicyTurn
 from dora.service.client import Address
-from dora.service.rollout import Rollout, describe
+from dora.service.rollout import Rollout, create_container, describe
 
 AGENT = """
 import json, os, urllib.request
@@ -152,11 +153,23 @@ def test_the_row_of_the_dataset_is_in_the_environment(run: FakeRun) -> None:
     assert url.startswith(f"{Address.of_run(run.setup.out).url}/s/")
 
 
-DOCKER = """#!/bin/sh
-options=""
-while [ $# -gt 0 ] && [ "$1" != image:1 ]; do options="$options$1 "; shift; done
-echo "$options" >> "$(dirname "$0")/calls"
-[ $# -eq 0 ] || { shift; exec "$@"; }
+DOCKER = f"""#!{sys.executable} -S
+import json, os, pathlib, sys
+folder, (verb, *arguments) = pathlib.Path(__file__).parent, sys.argv[1:]
+end = arguments.index("image:1") if verb == "create" else len(arguments)
+with (folder / "calls").open("a") as calls:
+    print(verb, *arguments[:end], file=calls)
+container = folder / arguments[arguments.index("--name") + 1 if verb == "create" else -1]
+if verb == "create":
+    names = [arguments[i + 1] for i in range(end) if arguments[i] == "--env"]
+    variables = {{name: os.environ[name] for name in names}}
+    container.write_text(json.dumps([arguments[end + 1 :], variables]))
+    print(container.name)
+elif verb == "start":
+    command, variables = json.loads(container.read_text())
+    os.execve(command[0], command, variables)
+else:
+    container.unlink()
 """
 
 
@@ -170,14 +183,47 @@ def test_a_container_is_started_for_each_command_and_removed(
     docker.chmod(0o755)
     monkeypatch.setenv("PATH", f"{docker.parent}:{os.environ['PATH']}")
     ends, model = roll_out(run, AGENT + "print(0.5)", 1, image="image:1")
-    assert (ends, rewards(model)) == (Counter(rewarded=1), [0.5])
-    started, removed = (docker.parent / "calls").read_text().splitlines()
-    assert started.startswith("run --rm --init --cap-drop ALL --security-opt no-new-privileges --name dora-")
-    name = started.split("--name ")[1].split()[0]
-    assert removed.split() == ["rm", "--force", name]
-    assert "--network host --env OPENAI_BASE_URL --env OPENAI_API_KEY" in started
-    assert "DORA_REWARD_FILE" not in started
-    assert Address.of_run(run.setup.out).token not in started
+    assert (ends, rewards(model), outputs(run)) == (Counter(rewarded=1), [0.5], ["0.5\n"])
+    created, started, removed = (docker.parent / "calls").read_text().splitlines()
+    options = "create --rm --init --cap-drop ALL --security-opt no-new-privileges --name dora-"
+    assert created.startswith(options)
+    name = created.split("--name ")[1].split()[0]
+    assert (started, removed) == (f"start --attach {name}", f"rm --force {name}")
+    assert "--network host --env OPENAI_BASE_URL --env OPENAI_API_KEY" in created
+    assert "DORA_REWARD_FILE" not in created
+    assert Address.of_run(run.setup.out).token not in created
+
+
+def test_a_container_that_is_not_created_fails_its_episode(
+    run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docker = tmp_path / "docker"
+    docker.write_text("#!/bin/sh\necho no such image >&2; exit 125")
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(InputError, match=r"no turn 3 times in a row \(docker create: exit status 125\)"):
+        roll_out(run, AGENT, image="image:1")
+    assert "no such image\n" in outputs(run)
+
+
+def test_a_container_is_removed_only_after_docker_has_created_it(tmp_path: Path) -> None:
+    """Else it could be created after its removal, and stay."""
+    began, may_end, container = (tmp_path / name for name in ("began", "may_end", "container"))
+    for pipe in (began, may_end):
+        os.mkfifo(pipe)
+    script = f"echo > {began}; read line < {may_end}; echo > {container}"
+
+    async def cancel_while_it_is_created() -> None:
+        with (tmp_path / "errors").open("wb") as errors:
+            creating = asyncio.create_task(create_container(["sh", "-c", script], {}, errors, 60.0))
+            await asyncio.to_thread(began.read_text)
+            creating.cancel()
+            await asyncio.to_thread(may_end.write_text, "now\n")
+            with pytest.raises(asyncio.CancelledError):
+                await creating
+
+    asyncio.run(cancel_while_it_is_created())
+    assert container.exists()
 
 
 def test_without_docker_an_image_is_an_error(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from dora.core.events import (
     Loaded,
     Migrated,
     MigrationFailed,
+    OutputsLost,
     ProgressReported,
     Published,
     RequestFailed,
@@ -91,6 +92,8 @@ class VersionAudit:
                 self._close_engine(engine)
                 owned = [str(r) for r, e in sorted(self.owners.items()) if e == engine]
                 self._check(not owned, f"engine {engine} was removed with the requests {', '.join(owned)}")
+            case OutputsLost(kept_tokens):
+                self._on_outputs_lost(kept_tokens)
             case ProgressReported(_, lengths):
                 self._num_tokens.update(lengths)
             case RequestFailed(_, request):
@@ -184,6 +187,13 @@ class VersionAudit:
             self.num_kept_tokens += num_kept
             self.num_lost_tokens += max(0, num_tokens - num_kept)
             self.num_restarted += num_tokens > 0 and not num_kept
+
+    def _on_outputs_lost(self, kept_tokens: Iterable[tuple[RequestId, int]]) -> None:
+        """Requests have restarted whose tokens were counted as kept."""
+        for _, num_tokens in kept_tokens:
+            self.num_kept_tokens -= num_tokens
+            self.num_lost_tokens += num_tokens
+            self.num_restarted += 1
 
     def _on_resumed(self, event: Resumed) -> None:
         """All engines are new; the versions that were kept must be those that were published."""

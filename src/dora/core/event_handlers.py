@@ -26,6 +26,7 @@ from dora.core.events import (
     LoadFailed,
     Migrated,
     MigrationFailed,
+    OutputsLost,
     ProgressReported,
     PromptsFetched,
     Published,
@@ -196,6 +197,14 @@ def _on_migration_failed(state: State, event: MigrationFailed) -> list[Action]:
 
 
 # Prompts, requests and groups
+
+
+def _on_outputs_lost(state: State, event: OutputsLost) -> list[Action]:
+    """Change counts only: the requests are queued, or run from their first token."""
+    num_lost = sum(num_tokens for _, num_tokens in event.kept_tokens)
+    state.num_kept_tokens -= num_lost
+    state.num_regenerated_tokens += num_lost
+    return []
 
 
 def _on_prompts_fetched(state: State, event: PromptsFetched) -> list[Action]:
@@ -504,6 +513,7 @@ HANDLERS: dict[type, Callable[[State, Any], list[Action]]] = {
     RequestFailed: _on_request_failed,
     RequestsAborted: _on_requests_aborted,
     Migrated: _on_migrated,
+    OutputsLost: _on_outputs_lost,
     MigrationFailed: _on_migration_failed,
     GroupScored: _on_group_scored,
     ScoringFailed: _on_scoring_failed,

@@ -29,7 +29,8 @@ class EngineJoined:
 class EngineLost:
     """An engine has crashed or timed out; its versions are lost, and its requests start again.
 
-    `kept_tokens` are numbers of tokens of their responses that are durable: they continue after these.
+    `kept_tokens` are numbers of tokens of their responses that are durable: they continue after these,
+    unless `OutputsLost` follows.
     """
 
     engine: int
@@ -132,6 +133,16 @@ class Migrated:
     copy_s: float
     stop_s: float
     num_prefilled: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OutputsLost:
+    """Requests restart from their prompts whose tokens `EngineLost` or `Resumed` had counted as kept.
+
+    For example an environment could not be restored. `kept_tokens` are the numbers that were counted.
+    """
+
+    kept_tokens: tuple[tuple[RequestId, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +289,7 @@ Event = (
     | RequestFailed
     | RequestsAborted
     | Migrated
+    | OutputsLost
     | MigrationFailed
     | GroupScored
     | ScoringFailed

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from dora.errors import EnvError
@@ -62,11 +62,11 @@ class SupportsSnapshots(Protocol):
     resumed run restores the last one.
     """
 
-    def snapshot(self) -> bytes:
-        """The state of the episode, at most MAX_SNAPSHOT_BYTES."""
+    def snapshot(self) -> bytes | None:
+        """The state of the episode, at most MAX_SNAPSHOT_BYTES; None: it cannot be restored."""
 
-    def restore(self, state: bytes) -> None:
-        """Continue the episode of a snapshot, in place of `reset`."""
+    def restore(self, state: bytes) -> Awaitable[None] | None:
+        """Continue the episode of a snapshot, in place of `reset`; awaited only on another machine."""
 
 
 def load_environment(name: str) -> Callable[[], Environment]:
@@ -88,6 +88,27 @@ def load_environment(name: str) -> Callable[[], Environment]:
             if method not in own or inspect.iscoroutinefunction(getattr(make, method)):
                 raise EnvError(f"env.environment = {name!r}: it also needs a method `def {method}`")
     return make
+
+
+def take_snapshot(environment: Environment) -> bytes | None:
+    """The state of an episode between two turns; None if it has none. Raises Fault if it is too large."""
+    snapshot = environment.snapshot() if isinstance(environment, SupportsSnapshots) else None
+    if snapshot is not None and len(snapshot) > MAX_SNAPSHOT_BYTES:
+        raise Fault(
+            f"environment snapshot has {len(snapshot)} bytes, more than {MAX_SNAPSHOT_BYTES}: keep less state"
+        )
+    return snapshot
+
+
+async def restore_snapshot(environment: Environment, snapshot: bytes) -> None:
+    """Restore an environment. Raises Fault if it has no snapshots any more."""
+    if not isinstance(environment, SupportsSnapshots):
+        raise Fault("environment has no method restore, and its episode was stored with a snapshot")
+    restored: object = environment.restore(snapshot)
+    if inspect.isawaitable(restored):
+        restored = await restored
+    if restored is not None:
+        raise Fault("environment returned something from restore, which must be `def`, without a result")
 
 
 def close_environment(environment: Environment) -> None:

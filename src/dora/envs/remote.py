@@ -1,12 +1,14 @@
 """Environments on other machines: `reset` and `step` are calls over TCP.
 
 One connection is one environment. The first line is the host's auth token; then each call and each reply is
-one line of JSON. Connections are not encrypted: let hosts listen in private networks only.
+one line of JSON. A reply has the snapshot of an environment that can be restored. Connections are not
+encrypted: let hosts listen in private networks only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import secrets
@@ -24,6 +26,8 @@ from dora.envs.base import (
     check_step,
     close_environment,
     failure_reason,
+    restore_snapshot,
+    take_snapshot,
 )
 
 MAX_LINE_BYTES = 16 * 2**20
@@ -52,14 +56,19 @@ class RemoteEnvironment(Environment):
         self._hosts, self._auth_token = hosts, auth_token
         self._connect_timeout_s, self._on_unreachable = connect_timeout_s, on_unreachable
         self._connection: tuple[StreamReader, StreamWriter] | None = None
+        self._snapshot: str | None = None  # of the last reply, in base64
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Start an episode, on another host if the connection is lost. Raises Fault if none is reachable."""
-        if self._connection is not None:
-            with contextlib.suppress(_ConnectionLost):
-                return check_observation(await self._call("reset", row, seed))
-        self._connection = await self._connect()
-        return check_observation(await self._call("reset", row, seed))
+        return check_observation(await self._start("reset", row, seed))
+
+    def snapshot(self) -> bytes | None:
+        """The state of the episode; None if the host's environment cannot be restored."""
+        return None if self._snapshot is None else base64.b64decode(self._snapshot)
+
+    async def restore(self, state: bytes) -> None:
+        """Continue an episode, on any host. Raises Fault as `reset`, or if its environment cannot do so."""
+        await self._start("restore", base64.b64encode(state).decode())
 
     async def step(self, action: str) -> Step:
         """Execute an action. Raises Fault, also if the connection is lost."""
@@ -69,6 +78,14 @@ class RemoteEnvironment(Environment):
         """Close the connection; the host then closes the environment."""
         if self._connection is not None:
             self._connection[1].close()
+
+    async def _start(self, *call: Any) -> Any:
+        """The value of a call that starts an episode, on another host if the connection is lost."""
+        if self._connection is not None:
+            with contextlib.suppress(_ConnectionLost):
+                return await self._call(*call)
+        self._connection = await self._connect()
+        return await self._call(*call)
 
     async def _connect(self) -> tuple[StreamReader, StreamWriter]:
         """Connect to the first reachable host and send the token."""
@@ -101,6 +118,7 @@ class RemoteEnvironment(Environment):
             raise _ConnectionLost("the connection to the environment host is lost") from error
         if "fault" in reply:
             raise Fault(reply["fault"]) from RuntimeError(reply["detail"])
+        self._snapshot = reply.get("snapshot")
         return reply["value"]
 
 
@@ -162,7 +180,7 @@ async def _serve_calls(
             line = await calls.get()
             try:
                 environment = make() if environment is None else environment
-                reply = _encode_line({"value": await _execute(environment, json.loads(line))})
+                reply = _encode_line(await _execute(environment, json.loads(line)))
             except (Exception, SystemExit) as error:
                 reply = _encode_line({"fault": failure_reason(error), "detail": traceback.format_exc()})
             writer.write(reply)
@@ -175,14 +193,21 @@ async def _serve_calls(
             close_environment(environment)
 
 
-async def _execute(environment: Environment, call: object) -> Observation | Step:
-    """The result of a call. Raises Fault for an unknown call."""
+async def _execute(environment: Environment, call: object) -> dict[str, Any]:
+    """The reply to a call. Raises Fault for an unknown call."""
+    value: Observation | Step | None = None
     match call:
         case ["reset", dict(row), int(seed)]:
-            return check_observation(await environment.reset(row, seed))
+            value = check_observation(await environment.reset(row, seed))
+        case ["restore", str(state)]:
+            await restore_snapshot(environment, base64.b64decode(state))
         case ["step", str(action)]:
-            return check_step(await environment.step(action))
-    raise Fault(f"unknown call of an environment host: {str(call)[:80]!r}")
+            value = check_step(await environment.step(action))
+        case _:
+            raise Fault(f"unknown call of an environment host: {str(call)[:80]!r}")
+    is_done = isinstance(value, Step) and value.done
+    snapshot = None if is_done else take_snapshot(environment)
+    return {"value": value, "snapshot": None if snapshot is None else base64.b64encode(snapshot).decode()}
 
 
 def _encode_line(value: object) -> bytes:

@@ -17,15 +17,15 @@ from itertools import count
 from typing import Any, TypeVar
 
 from dora.envs.base import (
-    MAX_SNAPSHOT_BYTES,
     Environment,
     Fault,
     Observation,
-    SupportsSnapshots,
     check_observation,
     check_step,
     close_environment,
     failure_reason,
+    restore_snapshot,
+    take_snapshot,
 )
 
 T = TypeVar("T")
@@ -122,8 +122,11 @@ class EnvRunner:
         """Continue an episode from its state after a turn; sends `EnvRestored` or `EnvFailure`."""
 
         async def restore(environment: Environment) -> list[float]:
-            rewards = _restore(environment, state)
+            fields = json.loads(state)
+            snapshot = base64.b64decode(fields["snapshot"])
+            await self._with_timeout(restore_snapshot(environment, snapshot))
             self._send(episode, EnvRestored())
+            rewards: list[float] = fields["rewards"]
             return rewards
 
         self._begin(episode, restore)
@@ -203,23 +206,7 @@ class EnvRunner:
 
 def _encode_state(environment: Environment, rewards: Sequence[float]) -> bytes:
     """The state of an episode between two turns; empty if its environment has no snapshots. Raises Fault."""
-    if not isinstance(environment, SupportsSnapshots):
+    snapshot = take_snapshot(environment)
+    if snapshot is None:
         return b""
-    snapshot = environment.snapshot()
-    if len(snapshot) > MAX_SNAPSHOT_BYTES:
-        raise Fault(
-            f"environment snapshot has {len(snapshot)} bytes, more than {MAX_SNAPSHOT_BYTES}: keep less state"
-        )
     return json.dumps({"rewards": [*rewards], "snapshot": base64.b64encode(snapshot).decode()}).encode()
-
-
-def _restore(environment: Environment, state: bytes) -> list[float]:
-    """Restore an environment; returns the rewards so far. Raises Fault if it has no snapshots any more."""
-    if not isinstance(environment, SupportsSnapshots):
-        raise Fault("environment has no method restore, and its episode was stored with a snapshot")
-    fields = json.loads(state)
-    restored: object = environment.restore(base64.b64decode(fields["snapshot"]))  # type: ignore[func-returns-value]
-    if restored is not None:
-        raise Fault("environment returned something from restore, which must be `def`, without a result")
-    rewards: list[float] = fields["rewards"]
-    return rewards

@@ -16,11 +16,12 @@ import math
 import os
 import shutil
 import signal
+from asyncio.subprocess import Process
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from dora.errors import InputError, ServiceError
 from dora.service.client import RETRY_STATUSES, Address, AsyncClient
@@ -118,41 +119,39 @@ class Rollout:
         output = self._output(session)
         reward_file = output.with_suffix(".reward")
         environment, container = self._environment(session, reward_file), f"dora-{session['session']}"
-        command = self.command
-        if self.image is not None:
-            command = docker_command(self.image, container, environment, command)
-        with output.open("wb") as file:
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *command,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=asyncio.subprocess.STDOUT,
-                    env={**os.environ, **environment},
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise InputError(f"cannot start {command[0]}: {error.strerror}") from error
         keeper = asyncio.create_task(_renew_lease(client, session["session"], session["lease_s"] / 3))
+        try:
+            with output.open("wb") as file:
+                command = self.command
+                if self.image is not None:
+                    create = docker_create(self.image, container, environment, command)
+                    if status := await create_container(create, environment, file, self.timeout_s):
+                        return CommandEnd(failure=f"docker create: exit status {status}")
+                    command = ["docker", "start", "--attach", container]
+                process = await _start(command, environment, stdout=file, stderr=file)
+            failure = await self._wait(process, keeper)
+        finally:
+            keeper.cancel()
+            if self.image is not None and not await _remove_container(container):
+                self.report(f"docker rm {container} takes over {REMOVAL_S:g} s: remove the container")
+        return CommandEnd(failure=failure) if failure else CommandEnd(_read_reward(reward_file, output))
+
+    async def _wait(self, process: Process, keeper: asyncio.Task[None]) -> str:
+        """Wait for a command; returns how it failed, or "". Raises ServiceError if its session has ended."""
         waiter = asyncio.create_task(process.wait())
         try:
             done, _ = await asyncio.wait(
                 {waiter, keeper}, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
             if keeper in done:
-                keeper.result()  # raises ServiceError: the session has ended
+                keeper.result()
             if waiter not in done:
-                return CommandEnd(failure=f"longer than {self.timeout_s:g} s")
+                return f"longer than {self.timeout_s:g} s"
         finally:
-            keeper.cancel()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # also what the command has left behind
             await waiter
-            if self.image is not None and not await _remove_container(container):
-                self.report(f"docker rm {container} takes over {REMOVAL_S:g} s: remove the container")
-        if process.returncode != 0:
-            return CommandEnd(failure=f"exit status {process.returncode}")
-        return CommandEnd(_read_reward(reward_file, output))
+        return f"exit status {process.returncode}" if process.returncode else ""
 
     async def _end_session(self, client: AsyncClient, name: str, end: CommandEnd) -> tuple[str, int]:
         """Post the reward, or abandon the session; returns how it ended, and the number of its turns."""
@@ -192,10 +191,10 @@ class Rollout:
         }
 
 
-def docker_command(
+def docker_create(
     image: str, container: str, environment: Mapping[str, str], command: Sequence[str]
 ) -> list[str]:
-    """A command in a container that reaches the service and no file.
+    """The command that creates a container for a command, which reaches the service and no file.
 
     Docker's client takes the values of the variables from its own environment, so that no process listing has
     the auth token.
@@ -204,7 +203,44 @@ def docker_command(
     variables = [part for name in names for part in ("--env", name)]
     limits = ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
     options = ["--rm", "--init", *limits, "--name", container, "--network", "host", *variables]
-    return ["docker", "run", *options, image, *command]
+    return ["docker", "create", *options, image, *command]
+
+
+async def create_container(
+    command: Sequence[str], environment: Mapping[str, str], errors: BinaryIO, timeout_s: float
+) -> int:
+    """Run `docker create`; returns its exit status.
+
+    Also when cancelled it first waits for Docker, up to REMOVAL_S: a container that is created after its
+    removal would stay.
+    """
+    process = await _start(command, environment, stdout=asyncio.subprocess.DEVNULL, stderr=errors)
+    waiter = asyncio.create_task(process.wait())
+    try:
+        await asyncio.wait({waiter}, timeout=timeout_s)
+    finally:
+        if not waiter.done():
+            await asyncio.wait({waiter}, timeout=REMOVAL_S)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    return await waiter
+
+
+async def _start(
+    command: Sequence[str], environment: Mapping[str, str], stdout: BinaryIO | int, stderr: BinaryIO
+) -> Process:
+    """Start a command in a process group of its own. Raises InputError."""
+    try:
+        return await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise InputError(f"cannot start {command[0]}: {error.strerror}") from error
 
 
 async def _remove_container(container: str) -> bool:

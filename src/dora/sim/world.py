@@ -41,6 +41,7 @@ from dora.core.events import (
     LoadFailed,
     Migrated,
     MigrationFailed,
+    OutputsLost,
     ProgressReported,
     PromptsFetched,
     Published,
@@ -212,18 +213,24 @@ class World(EventQueue[Event | None]):
     def crash_engine(self, engine: SimEngine) -> None:
         """Crash an engine. A request that has stopped to migrate survives in its snapshot."""
         engine.is_lost = True
+        kept_tokens = []
         for request in engine.requests.values():
             if request.migration is None or request.migration.stage is not MigrationStage.STOPPED:
                 del self.truth.owner[request.id]
+                if num_tokens := int(request.num_tokens):
+                    kept_tokens.append((request.id, num_tokens))
         engine.requests = {}
-        self.schedule(self.faults.delay_s(self.config.faults.loss_detection_s), self._detect_loss, engine)
+        delay_s = self.faults.delay_s(self.config.faults.loss_detection_s)
+        self.schedule(delay_s, self._detect_loss, engine, tuple(kept_tokens))
         if self.rng.random() < self.config.faults.engine_restart_rate:
             self._schedule_join(engine.index, self.faults.delay_s(self.config.engine_restart_s), engine.id)
 
-    def _detect_loss(self, engine: SimEngine) -> None:
-        """Report the outcomes of its migrations first, then the loss of the engine."""
+    def _detect_loss(self, engine: SimEngine, kept_tokens: tuple[tuple[RequestId, int], ...]) -> None:
+        """Report the outcomes of its migrations first, then the loss of the engine and of all tokens."""
         self.urgent_events.extend(self.migrations.end_all(engine))
-        self.urgent_events.append(EngineLost(engine.id, "simulated loss"))
+        self.urgent_events.append(EngineLost(engine.id, "simulated loss", kept_tokens))
+        if kept_tokens:
+            self.urgent_events.append(OutputsLost(kept_tokens))
         del self.truth.engines[engine.id]
 
     def _request_drain(self) -> Event | None:

@@ -20,6 +20,7 @@ from dora.core.events import (
     GroupScored,
     Migrated,
     MigrationFailed,
+    OutputsLost,
     RequestFailed,
     RequestFinished,
     RequestsAborted,
@@ -147,9 +148,11 @@ class Driver:
         self.episodes.on_engine_message(0, m.OutputsReported([part]))
 
     def lose_engine(self, engine: int = 0) -> None:
-        """An engine crashes, and the orchestrator handles the event."""
+        """An engine crashes, and the orchestrator handles the event, with all tokens that are kept."""
         del self.engines.workers[engine]
-        self.episodes.on_event(EngineLost(engine, "killed"))
+        kept_tokens = self.sample_book.partial_outputs.lengths([FIRST, SECOND])
+        self.sample_book.partial_outputs.count(kept_tokens)
+        self.episodes.on_event(EngineLost(engine, "killed", kept_tokens))
 
     def generate_turn(self, request: RequestId = FIRST, num_left: int = 10, engine: int = 0) -> EpisodeId:
         """An engine generates a turn. Returns its episode."""
@@ -306,6 +309,9 @@ def test_an_episode_of_a_lost_engine_continues_in_its_turn(driver: Driver) -> No
     assert submitted.outputs[FIRST].token_ids.tolist() == [5, 6, 4, 7]
     driver.generate_turn(num_left=MAX_TOKENS - 5, engine=1)
     assert [turn.number for turn in driver.runner.turns] == [0, 1]
+    driver.reply(EpisodeFailed(driver.runner.started[FIRST], "too slow"))
+    driver.episodes.check_deadlines()
+    assert [*driver.events] == [], "it had continued, so its tokens were kept at the loss"
 
 
 def test_an_episode_without_a_finished_turn_keeps_its_prompt(driver: Driver) -> None:
@@ -349,6 +355,23 @@ def test_a_saved_episode_continues_in_a_resumed_run(driver: Driver, digest: str)
     assert [turn.number for turn in driver.runner.turns] == [0, 1 if is_kept else 0]
 
 
+def test_an_episode_whose_environment_is_not_restored_loses_what_was_kept(driver: Driver) -> None:
+    driver.episodes.generate(Generate(0, 7, (FIRST,)))
+    driver.reply(EpisodeStarted(driver.runner.started[FIRST], (1, 2), state=b"at the start"))
+    driver.report(FIRST, 0, [5, 6])
+    driver.reply(EpisodeObservation(driver.generate_turn(num_left=MAX_TOKENS - 2), 0, (4,), b"later"))
+    driver.resume()
+    outputs = driver.sample_book.partial_outputs
+    outputs.count(outputs.lengths([FIRST]))  # by `Resumed`
+    driver.episodes.generate(Generate(1, 7, (FIRST,)))
+    driver.reply(EpisodeFailed(driver.runner.started[FIRST], "environment raised KeyError"))
+    failed = RequestFailed(1, FIRST, "environment raised KeyError", "environment")
+    driver.episodes.check_deadlines()
+    assert [*driver.events] == [failed, OutputsLost(((FIRST, 3),))]
+    driver.resume()
+    assert driver.sample_book.partial_outputs.saved(FIRST) is None, "the failed attempt does not come back"
+
+
 def test_a_branch_continues_after_the_loss_of_its_engine(driver: Driver) -> None:
     driver.start(FIRST)
     driver.report(FIRST, 0, [5, 6])
@@ -381,6 +404,38 @@ def test_an_episode_without_an_engine_ends_its_session_after_a_while(driver: Dri
     assert driver.runner.started[FIRST] != episode
 
 
+def test_an_agent_is_freed_soon_if_all_agents_wait_for_engines_and_all_engines_for_agents(
+    driver: Driver,
+) -> None:
+    """One of them, that of the shortest episode: the others continue in the rows that it frees."""
+    others = [RequestId(0, 4, 0), RequestId(0, 4, 1)]
+    driver.start(FIRST, SECOND)
+    driver.report(FIRST, 0, [5, 6])
+    episode = driver.generate_turn(num_left=MAX_TOKENS - 2)
+    shorter = driver.runner.started[SECOND]
+    driver.episodes.generate(Generate(1, 7, tuple(others)))
+    driver.reply(EpisodeStarted(driver.runner.started[others[0]], (1, 2)))
+    driver.lose_engine()
+
+    def released_after(seconds: float) -> list[EpisodeId]:
+        driver.episodes.check_deadlines()
+        driver.clock._ran_s += seconds
+        driver.episodes.check_deadlines()
+        return driver.runner.released
+
+    assert released_after(9.0) == [], "the agent of another episode ends it sooner or later"
+    driver.generate_turn(others[0], engine=1)
+    driver.reply(EpisodeEnded(driver.runner.started[others[0]], 0, 1.0))
+    driver.episodes.on_engine_message(
+        1, m.RequestsCompleted([completion_of(others[0], [5], [-1.0], (Chunk(7, "digest", 1),))], NO_USAGE)
+    )
+    driver.runner.released.clear()
+    assert released_after(4.0) == []
+    assert released_after(1.5) == [shorter]
+    assert released_after(4.0) == [shorter]
+    assert released_after(1.5) == [shorter, episode]
+
+
 @pytest.mark.parametrize("reason", ["no report", "other weights", "other backend", "other version"])
 def test_an_episode_of_a_lost_engine_restarts_and_old_replies_are_ignored(
     driver: Driver, reason: str
@@ -398,6 +453,9 @@ def test_an_episode_of_a_lost_engine_restarts_and_old_replies_are_ignored(
     assert driver.runner.released == [old]
     assert driver.sample_book.episode_rewards == {}
     driver.engines.sent.clear()
+    driver.episodes.check_deadlines()
+    assert [*driver.events] == [] if reason == "no report" else [OutputsLost(((FIRST, 2),))]
+    driver.events.clear()
     for reply in (
         EpisodeStarted(old, (9,)),
         EpisodeObservation(old, 0, (9,)),

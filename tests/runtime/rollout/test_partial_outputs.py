@@ -94,21 +94,50 @@ def test_an_episode_is_read_again_up_to_its_last_saved_turn_and_a_part_of_the_ne
     assert lengths(outputs) == [8, 3], "the loss of an engine costs nothing that is kept"
 
 
-def test_an_episode_that_cannot_be_restored_is_not_kept_and_another_attempt_replaces_it(
-    tmp_path: Path,
-) -> None:
+def test_an_episode_that_cannot_be_restored_is_not_kept(tmp_path: Path) -> None:
     outputs = PartialOutputs(tmp_path / FILE_NAME)
     outputs.add([part(0, 0, 5)])  # its environment has no snapshots
     outputs.save(SECOND.id, START._replace(num_turns=2, num_tokens=4))
     outputs.add([part(1, 0, 3)])  # tokens of its second turn miss
     resumed = read(tmp_path / FILE_NAME, UNFINISHED, are_episodes=True)
     assert (lengths(resumed), resumed.saved(SECOND.id)) == ([0, 0], None)
-    outputs.add([part(1, 3, 5)])
-    outputs.forget(SECOND.id)
+
+
+def test_an_attempt_that_has_failed_is_not_read_again(tmp_path: Path) -> None:
+    """Whenever the run is killed: before the next attempt has anything to save, or later."""
+    outputs = PartialOutputs(tmp_path / FILE_NAME)
+    outputs.save(SECOND.id, START._replace(num_turns=2, num_tokens=4))
+    outputs.add([part(0, 0, 3), part(1, 0, 5)])
+    outputs.restart(SECOND.id)
+    size = (tmp_path / FILE_NAME).stat().st_size
+    outputs.restart(SECOND.id)
+    assert (tmp_path / FILE_NAME).stat().st_size == size, "there is nothing left to drop"
+    resumed = read(tmp_path / FILE_NAME, UNFINISHED)
+    assert (lengths(resumed), resumed.saved(SECOND.id)) == ([3, 0], None)
     outputs.save(SECOND.id, START)
-    assert lengths(read(tmp_path / FILE_NAME, UNFINISHED, are_episodes=True)) == [0, 0]
     outputs.add([part(1, 0, 2)])
-    assert lengths(read(tmp_path / FILE_NAME, UNFINISHED, are_episodes=True)) == [0, 1]
+    resumed = read(tmp_path / FILE_NAME, UNFINISHED, are_episodes=True)
+    assert (lengths(resumed), resumed.saved(SECOND.id)) == ([0, 1], START)
+
+
+def test_tokens_that_were_counted_as_kept_are_lost_if_their_request_restarts(tmp_path: Path) -> None:
+    outputs = PartialOutputs(tmp_path / FILE_NAME)
+    outputs.add([part(0, 0, 5), part(1, 0, 3)])
+    outputs.count(outputs.lengths([FIRST.id, SECOND.id]))
+    outputs.continued([FIRST.id])
+    outputs.restart(FIRST.id)  # it continued, and failed later
+    outputs.restart(SECOND.id)
+    assert (outputs.take_lost(), outputs.take_lost()) == (((SECOND.id, 3),), ())
+
+
+def test_a_resumed_run_loses_the_tokens_of_a_request_that_had_not_continued(tmp_path: Path) -> None:
+    outputs = PartialOutputs(tmp_path / FILE_NAME)
+    outputs.add([part(0, 0, 5), part(1, 0, 3)])
+    outputs.save(FIRST.id, START)
+    resumed = PartialOutputs(tmp_path / FILE_NAME)
+    resumed.count([(FIRST.id, 5), (SECOND.id, 3)])  # by the event of a lost engine, in the journal
+    resumed.read(UNFINISHED, are_episodes=True)
+    assert resumed.take_lost() == ((SECOND.id, 3),), "its environment has no snapshots"
 
 
 def test_the_file_is_compacted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

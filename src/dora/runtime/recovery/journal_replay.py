@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from dora.core import codec
-from dora.core.actions import Action, Commit, Fail, Filter, Train
+from dora.core.actions import Action, Commit, Fail, Filter, Generate, Train
 from dora.core.events import (
     DigestReported,
+    EngineLost,
     Event,
     GroupScored,
+    OutputsLost,
     Published,
     RequestFailed,
     RequestFinished,
@@ -223,8 +225,10 @@ class _JournalReplay:
         redone = tuple(self._batches[k] for k in range(step, num_trained))
         num_steps = self._config.run.steps
         running = [id for id, request in state.requests.items() if request.engine is not None]
-        self.sample_book.partial_outputs.read(state.requests, are_episodes=self._config.has_episodes)
-        resumed = Resumed(step, kept, redone, kept_tokens=self.sample_book.partial_outputs.lengths(running))
+        partial_outputs = self.sample_book.partial_outputs
+        partial_outputs.read(state.requests, are_episodes=self._config.has_episodes)
+        resumed = Resumed(step, kept, redone, kept_tokens=partial_outputs.lengths(running))
+        partial_outputs.count(resumed.kept_tokens)
         if num_steps == state.limits.num_steps:
             return resumed
         return replace(resumed, num_steps=num_steps, lr_decay=self._config.trainer.lr_decay)
@@ -252,6 +256,10 @@ class _JournalReplay:
                 book.mark_discarded(request.group, f"failed: {reason}")
             case GroupScored(group, rewards) if not group.is_held_out:
                 book.rewards[group] = rewards
+            case EngineLost() | Resumed():
+                book.partial_outputs.count(event.kept_tokens)
+            case OutputsLost(kept_tokens):
+                book.partial_outputs.continued(request for request, _ in kept_tokens)
             case Trained(step) if is_void:
                 metrics.redone_steps += 1
                 metrics.redone_tokens += sum(
@@ -267,6 +275,8 @@ class _JournalReplay:
         for action in actions:
             if isinstance(action, Filter | Fail):
                 book.forget_group(action.group)
+            elif isinstance(action, Generate):
+                book.partial_outputs.continued(action.requests)
 
     def _raise_difference(self, seq: int) -> None:
         raise InputError(

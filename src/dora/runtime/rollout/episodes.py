@@ -28,6 +28,7 @@ from dora.core.events import (
     Event,
     Migrated,
     MigrationFailed,
+    OutputsLost,
     RequestFailed,
     RequestFinished,
     RequestsAborted,
@@ -43,6 +44,8 @@ from dora.runtime.rollout.engine_pool import EnginePool
 from dora.runtime.rollout.partial_outputs import SavedEpisode
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
+
+MAX_STUCK_S = 5.0  # in which agents between two episodes open a session, see `Episodes._overdue`
 
 
 class EpisodeId(NamedTuple):
@@ -211,6 +214,7 @@ class Episodes:
         self.runner = runner
         self._episodes: dict[RequestId, _Episode] = {}
         self._aborted_while_migrating: set[RequestId] = set()  # until they are aborted on their new engine
+        self._stuck_since_s: float | None = None  # since when only agents without an engine could free a row
         self._attempts = count()
 
     # actions of the orchestrator
@@ -219,8 +223,7 @@ class Episodes:
         """Start requests from their prompts, or continue them after the loss of their engine."""
         if self.runner is None:
             requests = self._setup.requests(action.requests, action.version)
-            outputs = self._partial_outputs.of(action.requests)
-            self._engine_pool.send(action.engine, m.SubmitRequests(requests, outputs))
+            self._submit(action.engine, requests, action.version)
             return
         for request in action.requests:
             known = self._episodes.get(request)
@@ -283,7 +286,7 @@ class Episodes:
                 lost = [episode for episode in self._episodes.values() if episode.engine == engine]
                 for episode in lost:
                     episode.lost_at_s = self._clock.now_s
-                self._release_all([episode.id.request for episode in lost if episode.failure])
+                self._restart_all([episode for episode in lost if episode.failure])
 
     # messages of engines and of the runner
 
@@ -318,7 +321,9 @@ class Episodes:
         for episode in [each for each in self._episodes.values() if each.branch and each.request is None]:
             self._submit_branch(episode)
         if self._setup.config.service.agents:
-            self._release_all(self._overdue())
+            self._restart_all(self._overdue())
+        if lost := self._partial_outputs.take_lost():
+            self._events.append(OutputsLost(lost))
         if self.runner is not None:
             self.runner.check_deadlines()
 
@@ -333,7 +338,7 @@ class Episodes:
         if saved is not None:
             episode.num_turns, episode.num_tokens = saved.num_turns, saved.num_tokens
         if saved is None or not self._can_continue(episode, action):
-            self._release(request)  # an earlier attempt
+            self._restart(request)  # an earlier attempt
             saved, episode.num_turns, episode.num_tokens = None, 0, 0
         self._sample_book.episode_rewards.pop(request, None)
         self._sample_book.failed_episodes.discard(request)
@@ -352,7 +357,8 @@ class Episodes:
                 episode.max_turn_tokens = max_turn_tokens
                 episode.request = self._make_request(episode, prompt_ids, max_turn_tokens)
                 self._save(episode, reply.state)
-                self._send(episode, m.SubmitRequests([episode.request], self._output_of(request)))
+                episode.is_awaiting_reply = False
+                self._submit(episode.engine, [episode.request], episode.version)
             case EpisodeObservation(_, turn, token_ids) if is_awaited and turn == episode.num_turns - 1:
                 self._partial_outputs.add_observation(request, episode.num_tokens, token_ids)
                 episode.num_tokens += len(token_ids)
@@ -378,14 +384,28 @@ class Episodes:
         """
         if episode.version != action.version or not episode.num_tokens:
             return episode.version == action.version
-        output = self._output_of(episode.id.request).get(episode.id.request)
-        weights = (action.version, self._engine_pool.digests.get(action.version))
-        return (
-            output is not None
-            and len(output.token_ids) >= episode.num_tokens
-            and output.chunks[0][:2] == weights
-            and self._engine_pool.continues_outputs(action.engine)
-        )
+        request = episode.id.request
+        output = self._continuable_outputs(action.engine, [request], action.version).get(request)
+        return output is not None and len(output.token_ids) >= episode.num_tokens
+
+    def _continuable_outputs(
+        self, engine: int, requests: Iterable[RequestId], version: int
+    ) -> dict[RequestId, PartialOutput]:
+        """What is kept of outputs of the version's weights, if the engine continues outputs."""
+        if not self._engine_pool.continues_outputs(engine):
+            return {}
+        weights, kept = (version, self._engine_pool.digests.get(version)), self._partial_outputs.of(requests)
+        return {request: output for request, output in kept.items() if output.chunks[0][:2] == weights}
+
+    def _submit(self, engine: int, requests: Sequence[Request], version: int) -> None:
+        """Submit requests with what is kept of their outputs; what the engine cannot continue is lost."""
+        ids = [request.id for request in requests]
+        outputs = self._continuable_outputs(engine, ids, version)
+        if self._engine_pool.send(engine, m.SubmitRequests([*requests], outputs)):
+            self._partial_outputs.continued(outputs)
+            for request, _ in self._partial_outputs.lengths(ids):
+                if request not in outputs:
+                    self._partial_outputs.restart(request)
 
     def _continue(self, episode: _Episode, engine: int) -> None:
         """Submit an episode to another engine, as it was on the lost one."""
@@ -393,14 +413,9 @@ class Episodes:
         if episode.request is None:  # its prompt is not known yet, or it continues with a branch
             self._submit_branch(episode)
             return
-        request = episode.id.request
-        self._engine_pool.send(engine, m.SubmitRequests([episode.request], self._output_of(request)))
+        self._submit(engine, [episode.request], episode.version)
         if episode.is_ending:
-            self._engine_pool.send(engine, m.EndEpisode(request))
-
-    def _output_of(self, request: RequestId) -> dict[RequestId, PartialOutput]:
-        """What is kept of the output of a request, by its id."""
-        return self._partial_outputs.of([request])
+            self._engine_pool.send(engine, m.EndEpisode(episode.id.request))
 
     def _save(self, episode: _Episode, state: bytes) -> None:
         """Keep an episode for a resume of the run, if its environment can be restored."""
@@ -409,19 +424,25 @@ class Episodes:
             saved = SavedEpisode(prompt_ids, episode.num_turns, episode.num_tokens, state)
             self._partial_outputs.save(episode.id.request, saved)
 
-    def _overdue(self) -> list[RequestId]:
-        """Episodes without an engine for as long as a session without a request may last.
+    def _overdue(self) -> list[_Episode]:
+        """Episodes that restart, so that the agents in their sessions open others.
 
-        They restart, because the agents in their sessions may be needed for the episodes that occupy the rows
-        for which they wait.
+        An episode has no engine for as long as a session without a request may last. Or all episodes on
+        engines wait for agents, and all agents for engines: then no row becomes free before an agent does,
+        and the shortest episode restarts.
         """
-        timeout_s = self._setup.config.service.session_timeout_s
-        now_s = self._clock.now_s
-        return [
-            request
-            for request, episode in self._episodes.items()
-            if episode.lost_at_s is not None and now_s > episode.lost_at_s + timeout_s
-        ]
+        timeout_s, now_s = self._setup.config.service.session_timeout_s, self._clock.now_s
+        placed = [each for each in self._episodes.values() if each.lost_at_s is None]
+        lost = [(each.lost_at_s, each) for each in self._episodes.values() if each.lost_at_s is not None]
+        started = [each for _, each in lost if each.request is not None]
+        if not (started and placed) or any(each.request or each.branch for each in placed):
+            self._stuck_since_s = None
+        elif self._stuck_since_s is None:
+            self._stuck_since_s = now_s
+        elif now_s > self._stuck_since_s + MAX_STUCK_S:
+            self._stuck_since_s = None
+            return [min(started, key=lambda episode: episode.num_tokens)]
+        return [each for lost_at_s, each in lost if now_s > lost_at_s + timeout_s]
 
     def _make_request(
         self, episode: _Episode, prompt_ids: tuple[int, ...], max_turn_tokens: int | None
@@ -483,7 +504,7 @@ class Episodes:
     def _fail(self, episode: _Episode, reason: str) -> None:
         """Fail the request on its engine; if that is lost, the episode restarts instead."""
         request, episode.failure = episode.id.request, reason
-        self._partial_outputs.forget(request)
+        self._partial_outputs.restart(request)
         if episode.lost_at_s is not None:
             self._release(request)
             return
@@ -497,6 +518,15 @@ class Episodes:
     def _release_all(self, requests: Iterable[RequestId]) -> None:
         for request in requests:
             self._release(request)
+
+    def _restart_all(self, episodes: Iterable[_Episode]) -> None:
+        """Forget attempts at episodes, which restart once an engine has room for them."""
+        for episode in episodes:
+            self._restart(episode.id.request)
+
+    def _restart(self, request: RequestId) -> None:
+        self._partial_outputs.restart(request)
+        self._release(request)
 
     def _release(self, request: RequestId) -> _Episode | None:
         """Forget an episode, here and in the runner."""

@@ -3,7 +3,8 @@
 Engines report new tokens every `runtime.output_interval_s`, and at the end of each turn of an episode. The
 driver keeps them in memory and appends them to a file of the run, which survives SIGKILL because the kernel
 has the bytes. After the loss of the whole run an episode continues if its environment can be restored, so the
-file also has the states of environments. A record that is torn or damaged ends the file.
+file also has the states of environments. A request that restarts from its prompt has a record of that, so
+that no resumed run continues an attempt that has failed. A record that is torn or damaged ends the file.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _FIELDS = np.dtype(
     [("request", "<i8", 3), ("version", "<i8"), ("start", "<i8"), ("num_tokens", "<i8"), ("digest", "S128")]
 )
 _TOKEN_BYTES = 4 * (1 + NUM_LOGPROBS)
-_OUTPUT, _EPISODE = b"O", b"E"  # first byte of a record
+_OUTPUT, _EPISODE, _RESTART = b"O", b"E", b"R"  # first byte of a record
 
 
 class SavedEpisode(NamedTuple):
@@ -53,6 +54,8 @@ class PartialOutputs:
         self._path = path
         self._parts: dict[RequestId, OutputPart] = {}
         self._episodes: dict[RequestId, SavedEpisode] = {}
+        self._counted: dict[RequestId, int] = {}  # tokens counted as kept, until the request continues
+        self._lost: list[tuple[RequestId, int]] = []  # of these, the tokens of requests that restart
         self._file: int | None = None
 
     def read(self, unfinished: Collection[RequestId], *, are_episodes: bool = False) -> None:
@@ -67,13 +70,15 @@ class PartialOutputs:
                 continue
             if isinstance(record, OutputPart):
                 self._merge(record)
-                continue
-            if record.num_turns == 0:  # another attempt
-                self._parts.pop(request, None)
-            self._episodes[request] = record
+            elif isinstance(record, SavedEpisode):
+                self._episodes[request] = record
+            else:
+                self._drop(request)
         if are_episodes:
             for request in {*self._parts, *self._episodes}:
                 self._keep_saved(request)
+        for request in self._counted.keys() & {*unfinished} - self._parts.keys():
+            self._lost.append((request, self._counted.pop(request)))
 
     def add(self, parts: Iterable[OutputPart]) -> None:
         """Keep new tokens of an engine's requests, in one write."""
@@ -96,14 +101,35 @@ class PartialOutputs:
         return self._episodes.get(request)
 
     def forget(self, request: RequestId) -> None:
-        """Drop a request that has finished, failed or was aborted."""
-        self._parts.pop(request, None)
-        self._episodes.pop(request, None)
+        """Drop a request that has finished or was aborted."""
+        self._drop(request)
+        self._counted.pop(request, None)
+
+    def restart(self, request: RequestId) -> None:
+        """Drop what a request keeps, because it restarts from its prompt, in a resumed run as well."""
+        if self._drop(request):
+            self._append(_with_header(_RESTART + json.dumps(request).encode()))
+        if request in self._counted:
+            self._lost.append((request, self._counted.pop(request)))
 
     def lengths(self, requests: Iterable[RequestId]) -> tuple[tuple[RequestId, int], ...]:
         """How many tokens of the requests are kept, without those that have none."""
         found = ((request, self._parts[request]) for request in requests if request in self._parts)
         return tuple((request, len(part.token_ids)) for request, part in found)
+
+    def count(self, kept_tokens: Iterable[tuple[RequestId, int]]) -> None:
+        """An event counts the tokens of requests as kept; `continued` or `restart` will follow."""
+        self._counted.update(kept_tokens)
+
+    def continued(self, requests: Iterable[RequestId]) -> None:
+        """Engines run the requests, which continue after what is kept."""
+        for request in requests:
+            self._counted.pop(request, None)
+
+    def take_lost(self) -> tuple[tuple[RequestId, int], ...]:
+        """The requests that have restarted since the last call, with the tokens that were counted as kept."""
+        lost, self._lost = self._lost, []
+        return tuple(lost)
 
     def of(self, requests: Iterable[RequestId]) -> dict[RequestId, PartialOutput]:
         """What the requests can continue; the engine compares the digest with that of its weights."""
@@ -145,7 +171,7 @@ class PartialOutputs:
         """
         saved, part = self._episodes.get(request), self._parts.get(request)
         if saved is None or (0 if part is None else len(part.token_ids)) < saved.num_tokens:
-            self.forget(request)
+            self._drop(request)
         elif part is not None:
             is_observed = np.isnan(part.logprobs[saved.num_tokens :, 0])
             num_sampled = int(is_observed.argmax()) if is_observed.any() else len(is_observed)
@@ -154,6 +180,11 @@ class PartialOutputs:
             self._parts[request] = kept
             if not stop:
                 del self._parts[request]
+
+    def _drop(self, request: RequestId) -> bool:
+        """Returns whether anything was kept."""
+        part, episode = self._parts.pop(request, None), self._episodes.pop(request, None)
+        return part is not None or episode is not None
 
     def _append(self, data: bytes) -> None:
         """Append the records of what is kept since the last call."""
@@ -197,8 +228,8 @@ def _with_header(body: bytes) -> bytes:
     return np.array((zlib.crc32(body), len(body)), _HEADER).tobytes() + body
 
 
-def _read(data: bytes) -> Iterator[tuple[RequestId, OutputPart | SavedEpisode]]:
-    """The parts of outputs and the episodes of a file, up to its first damaged record."""
+def _read(data: bytes) -> Iterator[tuple[RequestId, OutputPart | SavedEpisode | None]]:
+    """The records of a file, up to its first damaged one; None: the request restarts."""
     file = io.BytesIO(data)
     while len(head := file.read(_HEADER.itemsize)) == _HEADER.itemsize:
         checksum, num_bytes = np.frombuffer(head, _HEADER)[0].item()
@@ -211,6 +242,8 @@ def _read(data: bytes) -> Iterator[tuple[RequestId, OutputPart | SavedEpisode]]:
             request, state = RequestId(*episode.pop("request")), base64.b64decode(episode.pop("state"))
             prompt_ids = tuple(episode.pop("prompt_ids"))
             yield request, SavedEpisode(**episode, prompt_ids=prompt_ids, state=state)
+        elif kind == _RESTART:
+            yield RequestId(*json.loads(content)), None
         else:
             part = _parse_part(content)
             yield part.request, part
