@@ -350,8 +350,8 @@ def test_an_episode_that_has_migrated_in_its_second_turn_ends_that_turn(make: Ma
     request = make_request(0, max_tokens=20, max_turn_tokens=6)
     source.submit([request])
     first = next_turn(source)
-    source.continue_episode(request.id, [7, 8])
     server.faults["holds"] = True
+    source.continue_episode(request.id, [7, 8])
     driver, destination = MigrationDriver(tmp_path), make()[0]
     destination.load(0, version_weights(0))
     while source.progress()[request.id] < 9:
