@@ -1,8 +1,8 @@
 """Real vLLM or SGLang servers as engines: the contract, and runs with them and DORA's own engines.
 
 The demo's task with one engine of DORA's own and one server on the CPU, which has its own Python environment.
-One run goes to the end. In one run the server is killed half-way: its engine is lost, and its requests start
-again on the other engine. In one run requests migrate without KV between that engine and two servers, and
+One run goes to the end. In one run the server is killed half-way: its engine is lost, and its requests
+continue on the other engine. In one run requests migrate without KV between that engine and two servers, and
 with KV between vLLM servers. One run has two servers only. All runs are audited, and log-probs of samples of
 both kinds of engines are computed again from the stored versions.
 
@@ -134,6 +134,7 @@ def train(server: str, python: str, num_steps: int, name: str) -> Row:
         "kv_mb": migrated["kv_bytes"] / 1e6,
         "reprefill_tokens": summary["reprefill_tokens"],
         "trained_tokens": summary["trained_tokens"],
+        "kept_tokens": summary["kept_tokens"],
         "regenerated_tokens": summary["regenerated_tokens"],
         "violations": 3 - verdict.c1 - verdict.c2 - verdict.c3,
         "deep_samples": sum(version.num_samples for version in deep.versions),

@@ -55,7 +55,7 @@ def recorded_events(name: str) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def made_up_events(body: dict[str, Any], label: str) -> Iterator[dict[str, Any]]:
+def made_up_events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The longest possible answer: an event with one token, then with INTERVAL tokens each."""
     num_tokens, num_before = body["sampling_params"]["max_tokens"], len(body["token_ids"])
     templates = recorded_events("length")
@@ -68,8 +68,6 @@ def made_up_events(body: dict[str, Any], label: str) -> Iterator[dict[str, Any]]
         choice["logprobs"]["content"] = [
             token | {"token_id": i, "logprob": -1.0} for i in choice["token_ids"]
         ]
-        if choice["weight_versions"]:
-            choice["weight_versions"] = [{"version": label, "start": 0, "end": num_tokens}]
         yield event
 
 
@@ -134,6 +132,17 @@ class FakeVllmServer(ThreadingHTTPServer):
         with self.changed:
             self.changed.wait_for(lambda: len(self.generate_calls) >= count)
             return [*self.generate_calls]
+
+    def crash(self) -> int:
+        """Close the connections of all answers, as when the process crashes. Returns how many there were.
+
+        The server can be used again.
+        """
+        with self.changed:
+            num_streams, self.faults["crashes"] = self.num_streams, True
+            self.changed.wait_for(lambda: not self.num_streams)
+            del self.faults["crashes"]
+        return num_streams
 
     def clear_faults(self) -> None:
         """End all faults. Answers that were held back continue."""
@@ -282,7 +291,7 @@ class Handler(BaseHTTPRequestHandler):
             server.unfinished[body["cache_salt"]] += 1
             server.generate_calls.append(body)
             server.changed.notify_all()
-            events = [*made_up_events(body, server.label_of(body))]
+            events = [*made_up_events(body)]
         if "replays" in server.faults:
             text = json.dumps(recorded_events(server.faults["replays"]))
             events = json.loads(text.replace(LABEL, server.label))
@@ -292,6 +301,7 @@ class Handler(BaseHTTPRequestHandler):
             with server.changed:
                 server.num_streams -= 1
                 server.unfinished[body["cache_salt"]] -= 1
+                server.changed.notify_all()
         if is_complete:
             if "reported_prefill" in server.faults:
                 num_tokens = len(body["token_ids"])
@@ -300,6 +310,12 @@ class Handler(BaseHTTPRequestHandler):
                 self._send_event({"choices": [], "usage": usage})
             self._send_chunk(b"data: [DONE]\n\n")
             self._send_chunk(b"")
+
+    def _is_released(self, name: str, body: dict[str, Any]) -> bool:
+        """Whether an answer that was held back continues or ends."""
+        faults = self.server.faults
+        is_ended = name in self.server.aborted or "crashes" in faults
+        return is_ended or not faults or self._is_export_ordered(body)
 
     def _send_events(self, name: str, body: dict[str, Any], events: list[Any]) -> bool:
         """Send the events of an answer. False if the connection is closed before the end."""
@@ -311,7 +327,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         for number, event in enumerate(events):
             if number == (1 if faults.get("holds") else faults.get("holds_after")):
-                self._wait(lambda: name in server.aborted or not faults or self._is_export_ordered(body))
+                self._wait(lambda: self._is_released(name, body))
             if "event_interval_s" in faults:
                 self._wait(lambda: name in server.aborted, faults["event_interval_s"])
             label = server.label_of(body)
@@ -321,7 +337,7 @@ class Handler(BaseHTTPRequestHandler):
             if self._is_export_ordered(body):
                 self._halt(body, event, num_sent)
                 break
-            if number == faults.get("crashes_after"):
+            if number == faults.get("crashes_after") or faults.get("crashes"):
                 self.connection.shutdown(socket.SHUT_RDWR)  # as when the process crashes
                 return False
             (choice,) = event["choices"]
@@ -329,9 +345,10 @@ class Handler(BaseHTTPRequestHandler):
                 spans.append({"version": label, "start": num_sent})
             num_sent += len(choice["token_ids"])
             spans[-1]["end"] = num_sent
-            if choice["finish_reason"] is not None:
-                own = spans if server.newest else choice["weight_versions"]
-                choice["weight_versions"] = faults.get("weight_spans", own)
+            if "replays" not in faults:
+                choice["weight_versions"] = spans
+            if choice["finish_reason"] is not None and "weight_spans" in faults:
+                choice["weight_versions"] = faults["weight_spans"]
             self._send_event(event)
         return True
 

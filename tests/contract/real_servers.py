@@ -19,7 +19,7 @@ import psutil
 import pytest
 from tests.contract.lora import RANK, lora_weights
 from tests.docs.blocks import ROOT, commands
-from tests.runtime.running import dora, settings, summary, wait_until, wait_until_gone
+from tests.runtime.running import dora, journal, metrics, settings, summary, wait_until, wait_until_gone
 
 from dora.engine.backends.server_plugins.dora_kv_files import HEADER_BYTES
 from dora.engine.backends.sglang import Sglang
@@ -39,6 +39,11 @@ Engine: type[Vllm] | type[Sglang] = Sglang if "SGLANG_PYTHON" in os.environ else
 PYTHON = os.environ["SGLANG_PYTHON" if Engine is Sglang else "VLLM_PYTHON"]
 NAME = Engine.server_kind.name.lower()  # of its page, and of the environment on that page
 PAGE = [line for block, line in commands() if block.page == f"docs/{NAME}.md"]
+ONE_VERSION = {  # of a server
+    "engine.version_slots": 1,
+    "orchestrator.placement": "static",
+    "orchestrator.prioritize_stragglers": "false",
+}
 ENGINES: dict[object, Vllm | Sglang] = {}  # each server takes half a minute to start
 
 
@@ -137,6 +142,41 @@ def test_outside_agents_run_episodes_of_several_turns(tmp_path: Path) -> None:
     assert any(mask is not None for mask in masks), "some episodes have observations"
     audited = dora("audit", "--deep", "64", run)
     assert audited.code == 0, audited.out
+
+
+def is_busy(out: Path) -> bool:
+    """Whether a run has steps, and both engines have reported tokens of unfinished requests."""
+    reports = [event for event in journal(out) if event["kind"] == "progress_reported"]
+    num_tokens = {event["engine"]: sum(num for _, num in event["lengths"]) for event in reports}
+    return len(metrics(out)) >= 3 and min(num_tokens.values()) >= 64
+
+
+@pytest.mark.timeout(900)
+def test_requests_continue_after_their_server_is_killed(tmp_path: Path) -> None:
+    """On the other server, with the tokens that they had reported. All log-probs are those of the weights."""
+    changes = {
+        "engine.backend": NAME,
+        "engine.options": f"{{python = {json.dumps(PYTHON)}}}",
+        "engine.num_engines": 2,
+        "run.steps": 8,
+        "eval.num_prompts": 16,
+        "runtime.start_timeout_s": 600,
+        "runtime.output_interval_s": 0.1,
+        **({} if Engine is Vllm else ONE_VERSION),
+    }
+    example, out = ROOT / "examples" / "gcd.toml", tmp_path / "run"
+    command = [sys.executable, "-m", "dora", "train", str(example), *settings(changes), "--out", str(out)]
+    with subprocess.Popen(command) as training:
+        wait_until(lambda: is_busy(out) or training.poll() is not None, timeout_s=800)
+        children = psutil.Process(training.pid).children(recursive=True)
+        runner, _ = (p for p in children if any(part.endswith("run_until_eof.py") for part in p.cmdline()))
+        runner.children()[0].kill()
+        assert training.wait() == 0
+    audited = dora("audit", "--deep", "64", out)
+    assert audited.code == 0, audited.out
+    found = summary(out)
+    assert (found["steps"], found["engine_failures"]) == (8, 1)
+    assert found["kept_tokens"] > 0
 
 
 @pytest.mark.timeout(300)

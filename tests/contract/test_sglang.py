@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.contract.fake_sglang_server import AUTH_TOKEN, FakeSglangServer, recorded_events
 
+from dora.core.types import Chunk
 from dora.engine.backends.server_plugins.dora_sglang import TOKEN_VARIABLE, with_auth_token, with_digest
 from dora.engine.backends.sglang import SPARE_TOKENS, Sglang
 from dora.engine.request import Completion, EngineError
@@ -92,6 +93,24 @@ def test_an_answer_of_two_versions_is_rejected(make: Make) -> None:
     engine.submit([make_request(0, max_tokens=50)])
     with pytest.raises(RunError, match="dora-1"):
         run(engine)
+
+
+def test_an_unfinished_output_is_reported_with_the_weights_of_the_server(make: Make) -> None:
+    """A real server names its weights in each event. What it has after the last event, nobody knows."""
+    engine, _ = make("aborted")  # it continues after its first event once it is aborted
+    digest = engine.load(0, version_weights(0))
+    request = make_request(0, max_tokens=50)
+    engine.submit([request])
+    for _ in range(MAX_STEPS):
+        engine.step()
+        if outputs := engine.partial_outputs():
+            break
+    (output,), (event, *_) = outputs.values(), recorded_events("aborted")
+    assert output.token_ids.tolist() == event["output_ids"]
+    assert output.logprobs[:, 1].tolist() == [
+        pytest.approx(logprob) for logprob, *_ in event["meta_info"]["output_token_logprobs"]
+    ]
+    assert output.chunks == (Chunk(0, digest, 1),)
 
 
 def test_a_request_that_is_halted_for_a_migration_has_all_its_tokens(make: Make) -> None:

@@ -89,7 +89,7 @@ class DecodeBatch:
         stop = start + len(output.token_ids)
         self._tokens[row, start:stop] = output.token_ids
         self._logprobs[row, start:stop] = output.logprobs
-        if turn_start := _turn_start(output):
+        if turn_start := turn_start_of(output):
             self._start_turn(sequence, start + turn_start)
         for chunk in output.chunks:
             weights_id = self.weights_id(chunk.version, chunk.digest)
@@ -99,11 +99,7 @@ class DecodeBatch:
 
     def has_ended_turn(self, request: Request, output: PartialOutput) -> bool:
         """Whether the last turn of an episode's output is whole, so that it awaits an observation."""
-        sampling, turn = request.sampling, output.token_ids[_turn_start(output) :]
-        if not sampling.max_turn_tokens or not len(turn):
-            return False
-        has_length = len(turn) >= sampling.max_turn_tokens or len(output.token_ids) >= sampling.max_tokens
-        return has_length or turn[-1] in sampling.stop_ids or self._ends_with(sampling.stop_strings, turn)
+        return bool(turn_end(request, output, self._detokenize))
 
     def set_active(self, rows: list[int]) -> None:
         """Set the rows that decode from now on, in order."""
@@ -205,14 +201,10 @@ class DecodeBatch:
 
     def _has_stop_string(self, row: int) -> bool:
         """Whether the row's last token completed one of its stop strings."""
-        return self._ends_with(self._stop_strings[row], self.turn_token_ids(row))
-
-    def _ends_with(self, stop_strings: tuple[str, ...], turn: Int64s) -> bool:
-        """Whether the last token of a turn completed one of the stop strings."""
-        if not stop_strings:
+        if not (stop_strings := self._stop_strings[row]):
             return False
         assert self._detokenize is not None
-        return ends_with_stop_string(self._detokenize, turn, stop_strings)
+        return ends_with_stop_string(self._detokenize, self.turn_token_ids(row), stop_strings)
 
     def _chunks(self, weights_ids: Int64s) -> tuple[Chunk, ...]:
         """Runs of tokens with the same weights."""
@@ -224,10 +216,43 @@ class DecodeBatch:
         return tuple(Chunk(version, digest, num_tokens) for version, digest, num_tokens in runs)
 
 
-def _turn_start(output: PartialOutput) -> int:
+def can_continue(request: Request, output: PartialOutput, digest: str) -> bool:
+    """Whether an output is an unfinished one of the request, from its version's weights with this digest.
+
+    A version that was trained again has another digest. Only an episode can be unfinished with all of its
+    tokens.
+    """
+    num_tokens, is_episode = len(output.token_ids), request.sampling.max_turn_tokens > 0
+    return (
+        0 < num_tokens < request.sampling.max_tokens + is_episode
+        and output.logprobs.shape == (num_tokens, NUM_LOGPROBS)
+        and output.chunks == (Chunk(request.version, digest, num_tokens),)
+    )
+
+
+def turn_start_of(output: PartialOutput) -> int:
     """The number of the first token after the last observation token of an output."""
     observed = np.flatnonzero(np.isnan(output.logprobs[:, 0]))
     return int(observed[-1]) + 1 if observed.size else 0
+
+
+def turn_end(request: Request, output: PartialOutput, detokenize: Detokenize | None) -> str:
+    """Why the last turn of an episode's output has ended, see `Completion`; empty if it is not whole.
+
+    `detokenize` is needed for stop strings only.
+    """
+    sampling, turn = request.sampling, output.token_ids[turn_start_of(output) :]
+    if not sampling.max_turn_tokens or not len(turn):
+        return ""
+    if turn[-1] in sampling.stop_ids:
+        return "stop"
+    if sampling.stop_strings:
+        assert detokenize is not None
+        if ends_with_stop_string(detokenize, turn, sampling.stop_strings):
+            return "stop"
+    if len(output.token_ids) >= sampling.max_tokens:
+        return "length"
+    return "turn_length" if len(turn) >= sampling.max_turn_tokens else ""
 
 
 class SwappedSequence(NamedTuple):

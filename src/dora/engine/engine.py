@@ -27,17 +27,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dora.core.types import Chunk, RequestId
+from dora.core.types import RequestId
 from dora.engine.batch_invariant import SPARE_ROWS, BatchInvariantRunner, self_test
 from dora.engine.block_manager import BLOCK_SIZE, hash_seed, num_blocks_for
 from dora.engine.cuda_graphs import CUDAGraphRunner
 from dora.engine.decode_batch import (
     MAX_STOP_IDS,
-    NUM_LOGPROBS,
     DecodeBatch,
     Detokenize,
     KVCache,
     PartialOutput,
+    can_continue,
 )
 from dora.engine.interface import NATIVE, Capabilities, KVTransfer
 from dora.engine.kernels.workspace import DTYPES, KVAllocator, Workspace
@@ -374,19 +374,9 @@ class Engine:
         return {i: output for i, output in found.items() if len(output.token_ids)}
 
     def _can_continue(self, request: Request, output: PartialOutput) -> bool:
-        """Whether an output is an unfinished one of the request, with the weights loaded here.
-
-        The weights are compared by digest: a version that was trained again has other ones. Only an episode
-        can be unfinished with all of its tokens.
-        """
-        digest, num_tokens = self._loaded[request.version].digest, len(output.token_ids)
-        is_episode = request.sampling.max_turn_tokens > 0
-        return (
-            self._inflight_update is None
-            and 0 < num_tokens < request.sampling.max_tokens + is_episode
-            and output.logprobs.shape == (num_tokens, NUM_LOGPROBS)
-            and output.chunks == (Chunk(request.version, digest, num_tokens),)
-        )
+        """Whether an output is an unfinished one of the request, with the weights loaded here."""
+        digest = self._loaded[request.version].digest
+        return self._inflight_update is None and can_continue(request, output, digest)
 
     def status_of(self, request_id: RequestId) -> RequestStatus:
         return self._scheduler.status_of(request_id)

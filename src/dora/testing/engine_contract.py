@@ -16,6 +16,7 @@ import torch
 
 from dora.core.types import Chunk, RequestId
 from dora.data.tokenizer import save_character_tokenizer
+from dora.engine.decode_batch import PartialOutput
 from dora.engine.engine import Engine
 from dora.engine.interface import (
     Capabilities,
@@ -26,12 +27,14 @@ from dora.engine.interface import (
 )
 from dora.engine.kv_transfer.handoff import HandoffSlots
 from dora.engine.messages import (
+    ContinuesOutputs,
     ImportFinished,
     MigrationReply,
     ReserveMigration,
     StartExport,
     SupportsEpisodes,
     SupportsMigration,
+    TurnFinished,
 )
 from dora.engine.request import Completion, EngineError, Request
 from dora.model.pretrained import save_pretrained
@@ -401,6 +404,69 @@ class InferenceContract:
             abs=self.tolerance,
             nan_ok=True,
         )
+
+    def test_a_request_continues_the_output_of_a_lost_engine(self, engine: InferenceEngine) -> None:
+        """Its tokens and log-probs stay to the bit, and the limits count from its first token."""
+        self._require(continues_outputs=isinstance(engine, ContinuesOutputs))
+        assert isinstance(engine, ContinuesOutputs)
+        request, outputs = make_request(0, max_tokens=MAX_CONTEXT - 9), dict[RequestId, PartialOutput]()
+        engine.submit([request])
+        for _ in range(MAX_STEPS):
+            assert engine.step() == []
+            if outputs := engine.partial_outputs():
+                break
+        (output,) = outputs.values()
+        num_kept = len(output.token_ids)
+        assert output.chunks == (Chunk(0, engine.versions[0], num_kept),)
+        for digest, num_continued in (("of other weights", 0), (engine.versions[0], num_kept)):
+            engine.abort([request.id])
+            engine.submit([request], {request.id: output._replace(chunks=(Chunk(0, digest, num_kept),))})
+            assert engine.progress() == {request.id: num_continued}
+        (answer,) = self._finish(engine, 1)
+        assert answer.token_ids[:num_kept].tolist() == output.token_ids.tolist()
+        columns = (answer.logprobs, answer.unfiltered_logprobs, answer.raw_logprobs)
+        assert all(
+            own[:num_kept].tobytes() == kept.tobytes()
+            for own, kept in zip(columns, output.logprobs.T, strict=True)
+        )
+        assert answer.chunks == (Chunk(0, engine.versions[0], len(answer.token_ids)),)
+        assert (len(answer.token_ids), answer.finish_reason) == (MAX_CONTEXT - 9, "length")
+        assert self._max_difference(answer, request) < self.tolerance
+
+    def test_an_episode_continues_after_the_loss_of_an_engine(self, engine: InferenceEngine) -> None:
+        """A whole turn stays and waits for its observation."""
+        self._require(
+            episodes=self._capabilities.episodes, continues_outputs=isinstance(engine, ContinuesOutputs)
+        )
+        assert isinstance(engine, SupportsEpisodes)
+        assert isinstance(engine, ContinuesOutputs)
+        request, observation = make_request(0, max_turn_tokens=4), [7, 8, 9]
+        engine.submit([request])
+        first = self._next_turn(engine)
+        outputs = engine.partial_outputs([request.id])
+        engine.abort([request.id])
+        engine.submit([request], outputs)
+        assert (engine.progress(), engine.can_step) == ({request.id: 4}, False)
+        engine.continue_episode(request.id, observation)
+        second = self._next_turn(engine)
+        outputs = engine.partial_outputs([request.id])
+        assert outputs[request.id].token_ids.tolist() == [*first.token_ids, *observation, *second.token_ids]
+        engine.abort([request.id])
+        engine.submit([request], outputs)
+        engine.end_episode(request.id)
+        (answer,) = self._finish(engine, 1)
+        assert answer.token_ids.tolist() == outputs[request.id].token_ids.tolist()
+        assert answer.logprobs.tobytes() == outputs[request.id].logprobs[:, 0].tobytes()
+        assert answer.finish_reason == "turn_length"
+
+    def _next_turn(self, engine: Any) -> TurnFinished:
+        """Step until a turn has finished."""
+        for _ in range(MAX_STEPS):
+            assert engine.step() == []
+            for turn in engine.pop_finished_turns():
+                assert isinstance(turn, TurnFinished)
+                return turn
+        raise AssertionError("no turn has finished")
 
     def _make(self, folder: Path, dtype: str, **options: Any) -> InferenceEngine:
         save_pretrained(folder, CONFIG, version_weights(0))

@@ -91,3 +91,12 @@ def test_a_replacement_without_a_place_is_started_again(case: Case) -> None:
     joined = case.events[-1]
     assert isinstance(joined, EngineJoined)
     assert (joined.engine, joined.replaces) == (3, 1)
+
+
+def test_outputs_continue_only_on_engines_that_can(case: Case) -> None:
+    case.kill(1)
+    case.run(2.0)
+    case.launcher.processes[2].emit(WorkerReady(continues_outputs=True))
+    while 2 not in case.pool.joined:
+        case.supervisor.poll(5.0)
+    assert [case.pool.continues_outputs(engine) for engine in (0, 2)] == [False, True]

@@ -37,7 +37,7 @@ class Engines:
         WeightStore(folder, shapes=parameter_shapes(MODEL)).publish(0, WEIGHTS)
         for number in range(len(paces_s)):
             ready = self.receive(number, m.WorkerReady)
-            assert ready.pool == self.pool(number)
+            assert (ready.pool, ready.continues_outputs) == (self.pool(number), True)
             self.send(number, m.LoadWeights(0))
             self.receive(number, m.WeightsLoaded)
 

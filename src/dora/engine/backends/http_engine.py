@@ -3,9 +3,9 @@
 A subclass implements the calls of one kind of server. One thread reads each response. The server holds one
 version at a time, unless the subclass supports several, and its weights change only while it generates
 nothing. Running requests migrate: the tokens generated so far become part of the prompt, which the server
-prefills unless it imports the KV. So does the next turn of an episode, of which the server's prefix cache
-has most. With `inflight_update`, running requests continue with each newer version, as in DORA-RL's own
-engine.
+prefills unless it imports the KV. So do those of a request whose engine was lost, and the next turn of an
+episode, of which the server's prefix cache has most. With `inflight_update`, running requests continue with
+each newer version, as in DORA-RL's own engine.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,7 +31,14 @@ from dora.core.types import Chunk, RequestId
 from dora.data.tokenizer import Tokenizer
 from dora.engine.backends.kv_exchange import KVExchange
 from dora.engine.backends.server import EngineServer, JsonBody, ServerKind, check_server_options
-from dora.engine.decode_batch import Detokenize, PartialOutput, ends_with_stop_string
+from dora.engine.decode_batch import (
+    Detokenize,
+    PartialOutput,
+    can_continue,
+    ends_with_stop_string,
+    turn_end,
+    turn_start_of,
+)
 from dora.engine.interface import Capabilities
 from dora.engine.kv_transfer.handoff import FORMAT_VERSION, KVFormat, TransferError
 from dora.engine.kv_transfer.server_migrator import ExportedKV, HaltedRequest, ServerMigrator
@@ -59,7 +65,8 @@ ABORT_TIMEOUT_S = 30.0  # the longest that the server may generate for requests 
 class StreamDelta(NamedTuple):
     """An event of a response: new tokens, their log-probs, and in the last event why the response ended.
 
-    `weight_spans` are the labels of the weights that generated its tokens, as in vLLM's `weight_versions`.
+    `weight_spans` are the labels of the weights that generated the response so far, as in vLLM's
+    `weight_versions`. The last event has them.
     """
 
     token_ids: Sequence[int]
@@ -70,17 +77,18 @@ class StreamDelta(NamedTuple):
 
 @dataclass(eq=False)
 class ServerRequest:
-    """A request at the server.
+    """A request that waits, or at the server.
 
     The server generates all tokens but the first `num_prefix_tokens`, which it gets as a part of the prompt.
     """
 
     request: Request
-    server_id: str
+    server_id: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)  # at temperature 1, NaN where unknown
     num_prefix_tokens: int = 0
+    num_proven: int = 0  # tokens whose weights the server has listed, and those before this response
     num_discarded: int = 0  # tokens that the server has generated after the end of a stop string
     is_stopped: bool = False  # its text has a stop string
     is_halting: bool = False  # the server has been asked to abort it, for a migration
@@ -107,6 +115,11 @@ class ServerRequest:
         sampling = self.request.sampling
         turn_tokens = sampling.max_turn_tokens or sampling.max_tokens
         return min(self.turn_start + turn_tokens, sampling.max_tokens) - self.num_prefix_tokens
+
+    @property
+    def num_generated(self) -> int:
+        """How many tokens the server has generated."""
+        return len(self.token_ids) - self.num_prefix_tokens + self.num_discarded
 
     @property
     def turn_ids(self) -> list[int]:
@@ -155,7 +168,7 @@ class HttpEngine(ABC):
         self._digests: dict[int, str] = {}  # of the versions that the server holds
         self._labels: dict[int, str] = {}  # and their names there, also of one that is being loaded
         self._load_thread = ThreadPoolExecutor(1)
-        self._waiting: deque[Request] = deque()
+        self._waiting: dict[RequestId, ServerRequest] = {}  # for a row, in order
         self._running: dict[RequestId, ServerRequest] = {}
         self._open_streams: set[ServerRequest] = set()  # for which the server may still generate
         self._events: queue.SimpleQueue[tuple[ServerRequest, Any]] = queue.SimpleQueue()
@@ -258,7 +271,8 @@ class HttpEngine(ABC):
     def _continue_with_newest(self) -> None:
         """Continue all requests but held-out ones with the newest version."""
         newest = max(self._digests)
-        self._waiting = deque(_with_version(request, newest) for request in self._waiting)
+        for waiting in self._waiting.values():
+            waiting.request = _with_version(waiting.request, newest)
         self._completions = [
             each if each.id.is_held_out else replace(each, version=newest) for each in self._completions
         ]
@@ -302,27 +316,44 @@ class HttpEngine(ABC):
         self._migrator.release_imported()
         if version not in self._digests:
             raise EngineError(f"version {version} is not loaded; loaded: {[*self._digests]}")
-        own = [running.request for running in self._running.values()] + [*self._waiting]
-        num_unfinished = sum(request.version == version for request in own)
+        num_unfinished = sum(each.request.version == version for each in self._unfinished.values())
         if num_unfinished := num_unfinished + self._migrator.num_reserved_of(version):
             raise EngineError(f"version {version} has {num_unfinished} unfinished requests")
         del self._digests[version], self._labels[version]
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """With `inflight_update`, requests of an older version start with the newest one."""
+    def submit(
+        self, requests: Collection[Request], outputs: Mapping[RequestId, PartialOutput] | None = None
+    ) -> None:
+        """See `ContinuesOutputs`. With `inflight_update`, requests of an older version start with the newest
+        one, and no output is continued.
+        """
         if self._inflight_update is not None and self._digests:
             newest = max(self._digests)
             requests = [r if r.version > newest else _with_version(r, newest) for r in requests]
         reasons = {request.id: self._reason_to_reject(request) for request in requests}
-        self._waiting += [request for request in requests if not reasons[request.id]]
+        for request in requests:
+            if not reasons[request.id]:
+                self._add(request, (outputs or {}).get(request.id))
         if rejected := {id: reason for id, reason in reasons.items() if reason}:
             raise EngineError(f"requests rejected: {rejected}", rejected)
 
+    def _add(self, request: Request, output: PartialOutput | None) -> None:
+        """Let a request wait for a row or, after a whole turn, for its observation."""
+        digest = self._digests[request.version]
+        if output is None or self._inflight_update is not None or not can_continue(request, output, digest):
+            self._waiting[request.id] = ServerRequest(request)
+            return
+        continued = _continued(request, output)
+        detokenize = self._detokenize if request.sampling.stop_strings else None
+        continued.turn_reason = turn_end(request, output, detokenize)
+        (self._running if continued.turn_reason else self._waiting)[request.id] = continued
+
     def abort(self, ids: Iterable[RequestId]) -> dict[RequestId, int]:
         own = [id for id in ids if self.find_request(id) is not None and self._migrator.reclaim(id)]
-        aborted = {id: len(self._running[id].token_ids) if id in self._running else 0 for id in own}
-        self._waiting = deque(request for request in self._waiting if request.id not in aborted)
+        unfinished = self._unfinished
+        aborted = {id: len(unfinished[id].token_ids) for id in own}
         popped = [running for id in aborted if (running := self._running.pop(id, None))]
+        self._waiting = {id: waiting for id, waiting in self._waiting.items() if id not in aborted}
         self._abort_streams([running for running in popped if running.is_generating])
         for running in popped:
             self._withdraw_export(running)
@@ -330,9 +361,38 @@ class HttpEngine(ABC):
 
     def progress(self) -> dict[RequestId, int]:
         """Requests that another engine may have imported are omitted."""
-        waiting = {request.id: 0 for request in self._waiting}
-        running = {id: len(running.token_ids) for id, running in self._running.items()}
-        return {id: num for id, num in (waiting | running).items() if not self._migrator.is_exported(id)}
+        owned = {id: r for id, r in self._unfinished.items() if not self._migrator.is_exported(id)}
+        return {id: len(unfinished.token_ids) for id, unfinished in owned.items()}
+
+    @property
+    def _unfinished(self) -> dict[RequestId, ServerRequest]:
+        """The requests that have not been completed; they may be exported."""
+        return self._waiting | self._running
+
+    # ContinuesOutputs
+
+    def partial_outputs(self, ids: Collection[RequestId] | None = None) -> dict[RequestId, PartialOutput]:
+        """The tokens whose weights the server has listed. None with in-flight updates."""
+        if self._inflight_update is not None:
+            return {}
+        chosen = {id: r for id, r in self._unfinished.items() if ids is None or id in ids}
+        return {
+            id: self._output_of(unfinished)
+            for id, unfinished in chosen.items()
+            # An output that ends with a stop string is finished, though the server's response is not.
+            if unfinished.num_proven and (unfinished.turn_reason or not unfinished.is_stopped)
+            if not self._migrator.is_exported(id)
+        }
+
+    def _output_of(self, unfinished: ServerRequest) -> PartialOutput:
+        """A copy of the tokens whose weights are known."""
+        num_tokens, version = unfinished.num_proven, unfinished.request.version
+        columns = [unfinished.logprobs, unfinished.logprobs, unfinished.raw_logprobs]
+        return PartialOutput(
+            np.array(unfinished.token_ids[:num_tokens], np.int64),
+            np.array([column[:num_tokens] for column in columns], np.float32).T,
+            (Chunk(version, self._digests[version], num_tokens),),
+        )
 
     def pause(self) -> None:
         self._set_paused(True)
@@ -433,9 +493,8 @@ class HttpEngine(ABC):
         return KVFormat(FORMAT_VERSION, self._config.digest(), self._digests[version], self._dtype, layout)
 
     def find_request(self, request_id: RequestId) -> Request | None:
-        if request_id in self._running:
-            return self._running[request_id].request
-        return next((request for request in self._waiting if request.id == request_id), None)
+        unfinished = self._running.get(request_id) or self._waiting.get(request_id)
+        return None if unfinished is None else unfinished.request
 
     def reason_to_reject_import(self, request: Request) -> str:
         num_users = self._num_rows + len(self._waiting) + self._migrator.num_reserved
@@ -450,13 +509,8 @@ class HttpEngine(ABC):
         return self._kv.check(folder, self._digests[request.version], num_computed)
 
     def resume_imported(self, request: Request, output: PartialOutput, kv: ExportedKV | None) -> None:
-        unfiltered, raw = output.logprobs.astype(float)[:, 1:3].T.tolist()
-        observed = np.flatnonzero(np.isnan(output.logprobs[:, 1]))
-        turn_start = int(observed[-1]) + 1 if observed.size else 0
-        running = ServerRequest(
-            request, "", output.token_ids.tolist(), unfiltered, raw, turn_start=turn_start
-        )
-        self._start_stream(running, None if kv is None or self._kv is None else self._kv.claim(kv))
+        kv_folder = None if kv is None or self._kv is None else self._kv.claim(kv)
+        self._start_stream(_continued(request, output), kv_folder)
 
     def halt(self, request_id: RequestId, carries_kv: bool) -> HaltedRequest | None:
         """A request for which the server has not generated a token yet is not halted."""
@@ -471,12 +525,8 @@ class HttpEngine(ABC):
         is_awaited = carries_kv and self._kv is not None and self._kv.is_awaited(running.server_id)
         if not running.is_halted or is_awaited:
             return None
-        version, num_tokens = running.request.version, len(running.token_ids)
-        columns = [running.logprobs, running.logprobs, running.raw_logprobs]
-        chunks = (Chunk(version, self._digests[version], num_tokens),)
-        output = PartialOutput(np.array(running.token_ids, np.int64), np.array(columns, np.float32).T, chunks)
         kv = self._exported_kv(running) if carries_kv else None
-        return HaltedRequest(output, kv, running.halting_since_s)
+        return HaltedRequest(self._output_of(running), kv, running.halting_since_s)
 
     def _exported_kv(self, running: ServerRequest) -> ExportedKV | None:
         """The KV of a halted request that its server has exported; None if it has not."""
@@ -507,7 +557,7 @@ class HttpEngine(ABC):
 
     def release(self, request_id: RequestId) -> None:
         self._running.pop(request_id, None)
-        self._waiting = deque(request for request in self._waiting if request.id != request_id)
+        self._waiting.pop(request_id, None)
 
     # responses
 
@@ -516,7 +566,7 @@ class HttpEngine(ABC):
         if not self._running:
             self._last_event_s = time.monotonic()
         while self._waiting and self._num_rows + self._migrator.num_reserved < self._max_rows:
-            self._start_stream(ServerRequest(self._waiting.popleft(), ""))
+            self._start_stream(self._waiting.pop(next(iter(self._waiting))))
 
     @property
     def _num_rows(self) -> int:
@@ -537,6 +587,7 @@ class HttpEngine(ABC):
             previous.logprobs,
             previous.raw_logprobs,
             num_prefix_tokens=len(previous.token_ids),
+            num_proven=len(previous.token_ids),
             kv_folder=kv_folder,
             turn_start=previous.turn_start,
             num_observed=num_observed,
@@ -605,7 +656,10 @@ class HttpEngine(ABC):
         self._add_tokens(running, delta.token_ids, delta.logprobs)
         if delta.finish_reason is not None:
             self._finish(running, delta)
-        elif running.is_stopped and not was_stopped:
+            return
+        if delta.weight_spans is not None:
+            self._check_weights(running, delta)
+        if running.is_stopped and not was_stopped:
             self._abort_streams([running])
 
     def _add_tokens(
@@ -631,17 +685,16 @@ class HttpEngine(ABC):
     def _finish(self, running: ServerRequest, last: StreamDelta) -> None:
         """Raises RunError if other weights than those of its version generated the response (C1)."""
         request, reason = running.request, last.finish_reason
-        num_generated = len(running.token_ids) - running.num_prefix_tokens + running.num_discarded
         is_expected = running.is_halting or running.is_stopped or running.is_renewing
         is_aborted = reason == "abort" and is_expected
         if reason not in ("stop", "length") and not is_aborted:
             raise RunError(f"request {request.id}: {self.server} ended its response with {last}")
-        running.chunks = [*running.chunks, *self._chunks_of(running, last, num_generated)]
+        running.chunks = [*running.chunks, *self._check_weights(running, last)]
         if is_aborted and running.is_renewing and not running.is_stopped:
             self.num_recomputed += len(request.prompt_ids) + len(running.token_ids)
             self._start_stream(running)
             return
-        is_early = reason == "length" and num_generated < running.max_tokens
+        is_early = reason == "length" and running.num_generated < running.max_tokens
         if (is_aborted or (is_early and running.is_halting)) and not running.is_stopped:
             running.is_halted = True
             return
@@ -654,9 +707,9 @@ class HttpEngine(ABC):
             self._completions.append(self._completion(running, reason))
         self._migrator.fail_export(request.id, "the request finished before it was exported")
 
-    def _chunks_of(self, running: ServerRequest, last: StreamDelta, num_generated: int) -> list[Chunk]:
-        """The chunks of a response. Raises RunError if other weights may have generated its tokens (C1)."""
-        request, spans = running.request, last.weight_spans or ()
+    def _check_weights(self, running: ServerRequest, delta: StreamDelta) -> list[Chunk]:
+        """The chunks of a response so far. Raises RunError if other weights may have generated it (C1)."""
+        request, spans, num_generated = running.request, delta.weight_spans or (), running.num_generated
         ends: list[Any] = [0, *(span.get("end") for span in spans)]
         chunks = [self._chunk_of(request, str(span.get("version"))) for span in spans]
         is_whole = ends[-1] == num_generated and [span.get("start") for span in spans] == ends[:-1]
@@ -664,9 +717,9 @@ class HttpEngine(ABC):
             raise RunError(
                 f"request {request.id} is of version {request.version} "
                 f"({self._weights_label(request.version)} at {self.server}), but its response was generated "
-                f"by {last.weight_spans}; let no other client change the server's weights"
+                f"by {delta.weight_spans}; let no other client change the server's weights"
             )
-        num_kept = num_generated - running.num_discarded
+        running.num_proven, num_kept = len(running.token_ids), num_generated - running.num_discarded
         sizes = [min(end, num_kept) - start for start, end in pairwise(ends)]
         return [c._replace(num_tokens=size) for c, size in zip(chunks, sizes, strict=True) if c and size > 0]
 
@@ -735,6 +788,19 @@ class HttpEngine(ABC):
 def _with_version(request: Request, newest: int) -> Request:
     """The request with the newest version, unless it keeps its own."""
     return request if request.id.is_held_out else replace(request, version=newest)
+
+
+def _continued(request: Request, output: PartialOutput) -> ServerRequest:
+    """A request with the output so far that another engine has generated."""
+    unfiltered, raw = output.logprobs.astype(float)[:, 1:3].T.tolist()
+    return ServerRequest(
+        request,
+        token_ids=output.token_ids.tolist(),
+        logprobs=unfiltered,
+        raw_logprobs=raw,
+        num_proven=len(output.token_ids),
+        turn_start=turn_start_of(output),
+    )
 
 
 def _merged(chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:

@@ -140,7 +140,11 @@ class Sglang(HttpEngine):
         info = event["meta_info"]
         logprobs = [logprob for logprob, *_ in info["output_token_logprobs"]]
         reason = info["finish_reason"] and info["finish_reason"]["type"]
-        return StreamDelta(event["output_ids"], logprobs, reason, info.get("weight_versions"))
+        spans = info.get("weight_versions")
+        if reason is None:  # not listed yet: all tokens so far are from the weights that the server has now
+            num_tokens = running.num_generated + len(event["output_ids"])
+            spans = [{"version": info["weight_version"], "start": 0, "end": num_tokens}]
+        return StreamDelta(event["output_ids"], logprobs, reason, spans)
 
     def _abort_streams(self, streams: Iterable[ServerRequest]) -> None:
         for running in streams:

@@ -255,6 +255,7 @@ class WorkerReady:
     kv_address: CurveAddress | None = None  # where engines of other machines read that KV
     client_id: str = ""  # of a consumer of the sample stream
     remote: CurveAddress | None = None  # where other machines reach the sample stream
+    continues_outputs: bool = False  # an engine continues the outputs of lost ones
 
 
 @dataclass(frozen=True)

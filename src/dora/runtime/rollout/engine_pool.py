@@ -74,6 +74,7 @@ class EnginePool:
         self._last_error: DoraError | None = None  # of the engine lost last
         self._kv_pools: dict[int, Path] = {}
         self._kv_addresses: dict[int, CurveAddress] = {}
+        self._continuing: set[int] = set()  # engines that continue the outputs of lost ones
         self._num_started = 0
         self._slots: dict[int, Slot] = {}  # of all current and former engines
         self._engines: dict[Slot, int] = {}  # the last engine of each slot
@@ -117,6 +118,8 @@ class EnginePool:
             self._kv_pools[engine] = message.pool
         if message.kv_address is not None:
             self._kv_addresses[engine] = message.kv_address
+        if message.continues_outputs:
+            self._continuing.add(engine)
         if self._is_open:
             self._join(engine)
             self._notice(f"engine {engine} joined")
@@ -202,7 +205,7 @@ class EnginePool:
 
     def continues_outputs(self, engine: int) -> bool:
         """Whether requests on the engine continue outputs of lost engines."""
-        return self._backend(engine) is None
+        return engine in self._continuing
 
     def is_migrating(self, request: RequestId) -> bool:
         """Whether a migration of the request is in progress."""

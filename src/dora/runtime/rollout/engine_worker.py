@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -51,7 +52,8 @@ def run_engine(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.EngineSpec) -> 
     loader = _make_weight_loader(engine, spec, outbox.heartbeats)
     migrating = engine if isinstance(engine, SupportsMigration) else None
     multi_turn = engine if isinstance(engine, SupportsEpisodes) else None
-    outbox.send(_ready_message(engine, spec))
+    continues_outputs = isinstance(engine, ContinuesOutputs)
+    outbox.send(replace(_ready_message(engine, spec), continues_outputs=continues_outputs))
     at_start = _usage(engine)
     reports = _reports(engine, at_start)
     outputs = None

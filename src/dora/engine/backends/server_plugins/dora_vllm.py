@@ -1,4 +1,5 @@
-"""Extensions of a vLLM server for DORA-RL: load weights from a file, and require an auth token.
+"""Extensions of a vLLM server for DORA-RL: load weights from a file, require an auth token, and list the
+weights of a response in each of its events.
 
     --worker-extension-cls dora_vllm.WorkerExtension --middleware dora_vllm.TokenMiddleware
 
@@ -18,7 +19,7 @@ TOKEN_VARIABLE = "DORA_VLLM_TOKEN"
 # Calls of `dora_vllm_versions`: POST {"arguments": [...]}.
 DECODE_ONLY_PATH, CONTINUE_PATH = "/dora/decode_only", "/dora/continue_with"
 UTILITIES = {DECODE_ONLY_PATH: "dora_decode_only", CONTINUE_PATH: "dora_continue_with"}
-PROTOCOL = 2  # of the calls of this folder's modules
+PROTOCOL = 3  # of the calls of this folder's modules, and of the events of responses
 KEEP = "#keep"  # at the end of a request's `cache_salt`: it keeps its version
 
 AsgiMessage = MutableMapping[str, Any]
@@ -116,6 +117,7 @@ class TokenMiddleware:
             raise RuntimeError(
                 f"{TOKEN_VARIABLE} is not set: give the server and `dora train` the same token"
             )
+        _list_weights_in_each_event()
         self._app = app
         self._expected = b"Bearer " + os.environ[TOKEN_VARIABLE].encode()
 
@@ -129,6 +131,21 @@ class TokenMiddleware:
         else:
             await send({"type": "http.response.start", "status": 401, "headers": []})
             await send({"type": "http.response.body", "body": f"show the {TOKEN_VARIABLE}".encode()})
+
+
+def _list_weights_in_each_event() -> None:
+    """vLLM lists them in the last event of a response only, which does not come if the server is killed."""
+    if (processor := sys.modules.get("vllm.v1.engine.output_processor")) is None:
+        return
+    state = processor.RequestState
+    make_output = state._new_completion_output
+
+    def make_output_with_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = make_output(self, *args, **kwargs)
+        output.weight_versions = self._weight_version_spans()
+        return output
+
+    state._new_completion_output = make_output_with_weights
 
 
 async def _call_utility(scope: AsgiMessage, receive: AsgiReceive, send: AsgiSend) -> None:
