@@ -154,9 +154,10 @@ def _value(config: Any, key: str, default: Any) -> Any:
 
 def load_weights(folder: Path, views: Mapping[str, Tensor]) -> None:
     """Copy a model folder's weights to `views`, as transformers loads them. Raises ModelError."""
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     disable_progress_bar()
+    set_verbosity_error()  # the wrong tensors are in `info`
     kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     try:
         loaded: Any = _auto_model(kind).from_pretrained(
@@ -166,6 +167,7 @@ def load_weights(folder: Path, views: Mapping[str, Tensor]) -> None:
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
@@ -432,6 +434,8 @@ def _skeleton(source: str) -> tuple[Any, Mapping[str, str]]:
             f"config.json: model_type = {kind!r} needs transformers, which is not installed: "
             "pip install 'dora-rl[data]'"
         ) from error
+    if kind is None:
+        raise ModelError("config.json: the key 'model_type' is missing; copy or save the model again")
     if kind not in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION_FAMILIES):
         raise ModelError(
             f"config.json: model_type = {kind!r} is no causal language model of transformers {__version__}, "
