@@ -8,7 +8,7 @@ its MLP, and models without norms of queries and keys are fine-tuned on the demo
 
 `equal_steps` of a family is the number of steps until a response has other tokens, and `grad_norm_error` the
 largest relative difference of the gradient's norm in these steps. `window_difference` is the largest
-difference of the mean reward in a tenth of the run. --quick runs one family for a few steps, too few to
+difference of the mean reward in a fifth of the run. --quick runs one family for a few steps, too few to
 learn.
 
     python benchmarks/implementations.py [--quick] [--json FILE]
@@ -58,7 +58,7 @@ TRAINERS = {
     "transformers": ("trainer.model=transformers",),
     "control": ("trainer.micro_batch_tokens=768",),
 }
-NUM_STEPS, NUM_PROMPTS, NUM_WINDOWS = 60, 512, 6
+NUM_STEPS, NUM_PROMPTS, NUM_WINDOWS = 40, 512, 5
 NUM_SFT_STEPS, SFT_LR = 200, 1e-3
 
 
