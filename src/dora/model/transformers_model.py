@@ -154,10 +154,9 @@ def _value(config: Any, key: str, default: Any) -> Any:
 
 def load_weights(folder: Path, views: Mapping[str, Tensor]) -> None:
     """Copy a model folder's weights to `views`, as transformers loads them. Raises ModelError."""
-    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+    from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    set_verbosity_error()  # the wrong tensors are in `info`
     kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     try:
         loaded: Any = _auto_model(kind).from_pretrained(
@@ -429,11 +428,13 @@ def _skeleton(source: str) -> tuple[Any, Mapping[str, str]]:
         from transformers import AutoConfig, __version__
         from transformers.initialization import no_init_weights
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        from transformers.utils.logging import set_verbosity_error
     except ImportError as error:
         raise ModelError(
             f"config.json: model_type = {kind!r} needs transformers, which is not installed: "
             "pip install 'dora-rl[data]'"
         ) from error
+    set_verbosity_error()  # what is wrong with a model is in the errors here and of `load_weights`
     if kind is None:
         raise ModelError("config.json: the key 'model_type' is missing; copy or save the model again")
     if kind not in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION_FAMILIES):
