@@ -1,4 +1,4 @@
-"""The table of docs/algorithms.md: what the demo learns from a teacher, beside GRPO."""
+"""The tables of two ways to train the demo: both implementations of a model, and distillation beside GRPO."""
 
 from __future__ import annotations
 
@@ -20,7 +20,39 @@ METHODS = {
 
 def tables() -> dict[str, Callable[[], str]]:
     """Table name -> function that writes it."""
-    return {function.__name__: function for function in (trained_distillation,)}
+    return {function.__name__: function for function in (trained_implementations, trained_distillation)}
+
+
+def trained_implementations() -> str:
+    """Each family with DORA-RL's decoder in the trainer, with transformers' model, and the control run."""
+    content, rows = _read("implementations"), []
+    ratios = content["ratios"]
+    runs = {(row["family"], row["trainer"]): row for row in content["rows"]}
+    for family in dict.fromkeys(row["family"] for row in content["rows"]):
+        own, foreign, control = (runs[family, name] for name in ("dora", "transformers", "control"))
+
+        def pair(key: str, form: str, family: str = family) -> str:
+            return ", ".join(
+                f"{ratios[f'{key}_{family}_{name}']:{form}}" for name in ("transformers", "control")
+            )
+
+        rows.append(
+            (
+                f"`{family}`",
+                f"{own['sampled_before']:.3f}",
+                ", ".join(f"{row['sampled_after']:.3f}" for row in (own, foreign, control)),
+                pair("equal_steps", ".0f"),
+                pair("grad_norm_error", ".0e"),
+                pair("window_difference", ".3f"),
+                f"{foreign['mismatch_max']:.0e}",
+            )
+        )
+    columns = (
+        *("model_type", "held-out reward before", "after: own, transformers, control"),
+        *("steps with equal responses", "error of the gradient norm in them"),
+        *("largest difference of mean rewards", "log-prob mismatch (nats)"),
+    )
+    return markdown.table(columns, rows)
 
 
 def trained_distillation() -> str:
