@@ -10,13 +10,17 @@ from typing import Any
 
 
 class FakeOpenAI(ThreadingHTTPServer):
-    """Replies `reply(path, body)` to each POST; the next `num_failures` requests get status 503."""
+    """Replies `reply(path, body)` to each POST, or status 400 with `refusal`.
+
+    The next `num_failures` requests get status 503.
+    """
 
     def __init__(self, reply: Callable[[str, Any], Any]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.reply = reply
         self.requests: list[tuple[str, Any, str | None]] = []  # path, body and authorization
         self.num_failures = 0
+        self.refusal: str | None = None
         self.models: list[dict[str, str]] = [{"id": "served"}]
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -38,6 +42,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.num_failures:
             self.server.num_failures -= 1
             self.send_error(503)
+            return
+        if self.server.refusal is not None:
+            self.send_response(400)
+            self.end_headers()
+            self.wfile.write(self.server.refusal.encode())
             return
         self._send(self.server.reply(self.path, body))
 

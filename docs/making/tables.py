@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from docs.making import compared, faults, forecast, gallery, learned, markdown, measured
+from docs.making import compared, faults, forecast, gallery, learned, markdown, measured, trained
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -46,7 +46,7 @@ def tables() -> dict[str, Callable[[], str]]:
         for trainer, aliases in trainer_aliases().items()
     }
     made: dict[str, Callable[[], str]] = {**of_keys, **of_metrics, **of_aliases}
-    for module in (learned, compared, forecast, faults, measured, gallery):
+    for module in (learned, compared, forecast, faults, measured, gallery, trained):
         made |= module.tables()
     return made
 

@@ -13,6 +13,7 @@ from typing import Any
 from dora.errors import InputError, RunError
 
 _RETRY_INTERVAL_S = 1.0
+_REASON_BYTES = 300
 _FAILURES = (OSError, http.client.HTTPException, ValueError)  # ValueError: the reply is not JSON
 
 
@@ -32,8 +33,8 @@ class OpenAIServer:
             return str(self._call("models", None)["data"][0]["id"])
         except (*_FAILURES, LookupError, TypeError) as error:
             raise InputError(
-                f"{self.url}/models names no model ({error}); start the server, and give the URL that ends "
-                "before /models, as in http://host:8000/v1"
+                f"{self.url}/models names no model within {self._timeout_s:g} s ({error}); start the server, "
+                "or raise timeout_s, and give the URL that ends before /models, as in http://host:8000/v1"
             ) from error
 
     def post(self, path: str, body: object) -> Any:
@@ -43,8 +44,14 @@ class OpenAIServer:
             try:
                 return self._call(path, body)
             except _FAILURES as error:
-                is_refused = isinstance(error, urllib.error.HTTPError) and 400 <= error.code < 500
-                if is_refused or time.monotonic() > until_s:
+                if isinstance(error, urllib.error.HTTPError) and 400 <= error.code < 500:
+                    with error:
+                        reason = " ".join(error.read(_REASON_BYTES).decode(errors="replace").split())
+                    raise RunError(
+                        f"{self.url}/{path} refuses the request ({error}; {reason}); use a server that "
+                        "accepts it"
+                    ) from error
+                if time.monotonic() > until_s:
                     raise RunError(
                         f"{self.url}/{path} gives no reply within {self._timeout_s:g} s ({error}); check the "
                         "server, or raise timeout_s"

@@ -74,9 +74,9 @@ def test_without_a_template_text_is_encoded_and_a_conversation_is_refused(folder
 
 def test_a_prompt_that_the_template_refuses_is_reported(folder: Path) -> None:
     path = folder / "tokenizer_config.json"
-    refusing = "{{ raise_exception('no system role') }}" + CHAT_TEMPLATE
+    refusing = "{{ raise_exception('no system\\nrole') }}" + CHAT_TEMPLATE
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": refusing}))
-    with pytest.raises(DataError, match="the chat template refuses the prompt: no system role"):
+    with pytest.raises(DataError, match="refuses the prompt: no system role; correct the prompt, or"):
         ChatTemplate(folder).render(QUESTION)
 
 

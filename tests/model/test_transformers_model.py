@@ -16,7 +16,7 @@ from dora.engine.backends.transformers_engine import Transformers
 from dora.engine.request import Request, SamplingParams
 from dora.errors import ModelError
 from dora.model.config import ModelConfig, TransformersConfig
-from dora.model.pretrained import has_published_names, load_config, load_pretrained
+from dora.model.pretrained import check_pretrained, has_published_names, load_config, load_pretrained
 from dora.trainer.logprobs import GroupLogprobs
 from dora.trainer.settings import Sample, TrainerSettings
 
@@ -77,6 +77,26 @@ def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3}))
     with pytest.raises(ModelError, match=r"does not fit config.json: .*model.layers.2"):
         load_pretrained(tmp_path)
+
+
+def test_weights_of_other_shapes_are_named_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = save_tiny("mistral", tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 56}))
+    with pytest.raises(ModelError, match=r"does not fit config.json: .*down_proj.*; save the model again"):
+        load_pretrained(tmp_path)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
+def test_a_vocabulary_larger_than_the_head_is_refused_before_weights_are_read(
+    kind: str, tmp_path: Path
+) -> None:
+    path = save_tiny(kind, tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 50}))
+    with pytest.raises(ModelError, match=r"embed_tokens.weight has shape \(40, 32\), .* \(50, 32\)"):
+        check_pretrained(tmp_path)
 
 
 def test_servers_find_the_weights_of_versions_unless_transformers_stacks_experts(tmp_path: Path) -> None:

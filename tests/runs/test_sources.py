@@ -102,3 +102,13 @@ def test_a_column_that_one_source_lacks_is_named(tmp_path: Path) -> None:
     assert ended.code == 2
     lacks = f"needs the column 'level', which source.sevens ({tmp_path / 'prompts.jsonl'}) lacks; add it"
     assert lacks in ended.err
+
+
+def test_a_column_that_a_row_of_a_source_lacks_is_named(tmp_path: Path) -> None:
+    task = write_sources(tmp_path, REWARD.replace("**row", "level=None, answer='7', *, hint, **row"))
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "10:", "hint": "h"}, {"prompt": "11:"}]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ended = dora("train", task, "--out", tmp_path / "run")
+    assert ended.code == 2
+    assert f"needs the column 'hint', which source.sevens: {prompts}, line 2 lacks; add it" in ended.err

@@ -120,6 +120,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(
         ("tokenizer.json", "{}", "tokenizer.json is not a tokenizer"),
         ("generation_config.json", "{", "generation_config.json is not valid JSON"),
         ("generation_config.json", '{"eos_token_id": [1, 2, 3, 4, 5, 6, 7, 8, 9]}', "9 end tokens"),
+        ("generation_config.json", '{"eos_token_id": [1, 99]}', "99 is an end token, and no token id"),
         ("config.json", "[]", "must contain a JSON object"),
         ("config.json", "{", "config.json is not valid JSON"),
         ("model.safetensors", "short", "model.safetensors cannot be read"),
@@ -142,7 +143,49 @@ def test_a_model_without_all_its_tensors_is_refused(
     path = tmp_path / "start" / "config.json"
     path.write_text(path.read_text().replace('"num_hidden_layers": 1', '"num_hidden_layers": 2'))
     assert call("train", task, "--out", tmp_path / "run") == 2
-    assert "checkpoint does not fit config.json: missing" in capsys.readouterr().err
+    assert f"{tmp_path}/start: the checkpoint does not fit config.json: missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", ['"model_type": "superllm"', '"model_type": null'])
+def test_a_model_that_nothing_can_compute_is_refused_by_its_folder(
+    change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run may have several models: policy, critic, teachers."""
+    task = write_task(tmp_path)
+    path = tmp_path / "start" / "config.json"
+    path.write_text(path.read_text().replace('"model_type": "qwen3"', change))
+    assert call("train", task, "--out", tmp_path / "run") == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"dora: {path}: ")
+    assert ("use another model" if "superllm" in change else "the key 'model_type' is missing") in err
+    assert err.count("\n") == 1
+
+
+ANSWER = "def reward(prompt, completion, answer, **row):\n    return float(answer in completion)\n"
+COMPLETE = '{"prompt": "1:", "answer": "7"}\n'
+
+
+@pytest.mark.parametrize(
+    ("prompts", "held_out", "where"),
+    [
+        (COMPLETE + '{"prompt": "2:"}\n', COMPLETE, "prompts.jsonl, line 2"),
+        ('{"prompt": "2:"}\n' + COMPLETE, COMPLETE, "prompts.jsonl, line 1"),
+        (COMPLETE, COMPLETE + '{"prompt": "2:"}\n', "held_out.jsonl, line 2"),
+        (COMPLETE, '{"prompt": "2:"}\n', "held_out.jsonl"),
+    ],
+)
+def test_a_column_that_a_row_lacks_is_refused_before_a_reward_needs_it(
+    prompts: str, held_out: str, where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = write_task(tmp_path, ANSWER)
+    (tmp_path / "prompts.jsonl").write_text(prompts)
+    (tmp_path / "held_out.jsonl").write_text(held_out)
+    changes = settings({"eval.path": tmp_path / "held_out.jsonl", "eval.num_prompts": 2})
+    assert call("train", task, "--out", tmp_path / "run", *changes) == 2
+    lacks = f"needs the column 'answer', which {tmp_path}/{where} lacks; add it there, or give the parameter"
+    assert lacks in capsys.readouterr().err
+    (tmp_path / "task.py").write_text(ANSWER.replace("answer,", "answer='7',"))
+    assert call("train", task, "--out", tmp_path / "run", "--dry-run", *changes) == 0
 
 
 def test_a_folder_that_holds_a_run_is_not_changed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Event
 from typing import Any
 
 import pytest
@@ -61,13 +62,35 @@ def test_a_server_without_logprobs_of_prompts_is_refused(server: FakeOpenAI) -> 
     teacher = ServerTeacher(server.url, timeout_s=10.0)
     with pytest.raises(RunError, match="does not return log-probs of a prompt"):
         teacher(SAMPLES)
+    with pytest.raises(InputError, match="use a server whose /completions has `echo`"):
+        teacher.check(vocab_size=30)
+
+
+def test_a_server_that_scores_too_slowly_is_refused_at_the_start(server: FakeOpenAI) -> None:
+    teacher, answers = ServerTeacher(server.url, timeout_s=0.2), Event()
+    teacher.check(vocab_size=30)
+    server.reply = lambda path, body: answers.wait(10) and scored(path, body)
+    with pytest.raises(InputError, match=r"no reply within 0\.2 s \(timed out\); .* raise timeout_s"):
+        teacher.check(vocab_size=30)
+    answers.set()
+
+
+def test_a_server_with_a_smaller_vocabulary_is_refused_at_the_start(server: FakeOpenAI) -> None:
+    server.refusal = "token id 29 is out of vocabulary"
+    with pytest.raises(InputError) as raised:
+        ServerTeacher(server.url, timeout_s=5.0).check(vocab_size=30)
+    assert str(raised.value) == (
+        f"distillation.teachers: {server.url}/completions refuses the request (HTTP Error 400: Bad Request; "
+        "token id 29 is out of vocabulary); use a server that accepts it"
+    )
+    assert server.requests[-1][1]["prompt"] == [[0, 29]]
 
 
 def test_a_server_that_does_not_answer_is_refused_at_the_start(server: FakeOpenAI) -> None:
     server.models = []
     with pytest.raises(InputError, match="/models names no model"):
         ServerTeacher(server.url, timeout_s=5.0)
-    with pytest.raises(InputError, match=r"/models names no model \(.*refused.*start the server"):
+    with pytest.raises(InputError, match=r"/models names no model within 5 s \(.*refused.*start the server"):
         ServerTeacher("http://127.0.0.1:9/v1", timeout_s=5.0)
 
 

@@ -244,9 +244,19 @@ def doctor() -> None:
     typer.echo(tools.doctor())
 
 
+def _skip_final_collection() -> None:
+    """A collection over all imported modules would take most of a second when the process exits.
+
+    With triton, which some models of transformers import, there is one: without it nanobind, in which
+    triton is written, prints a page about leaked objects.
+    """
+    if "triton" not in sys.modules:
+        gc.freeze()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script `dora`. Always raises SystemExit."""
-    atexit.register(gc.freeze)  # a final collection over all imported modules would take most of a second
+    atexit.register(_skip_final_collection)
     try:
         app(args=None if arguments is None else list(arguments), prog_name="dora")
     except InputError as error:

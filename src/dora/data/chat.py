@@ -138,7 +138,10 @@ class ChatTemplate:
                 str(folder), local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # transformers raises many types
-            raise ModelError(f"transformers cannot read the tokenizer of {folder}: {error}") from error
+            reason = " ".join(str(error).split())
+            raise ModelError(
+                f"transformers cannot read the tokenizer of {folder}: {reason}; copy or save it again"
+            ) from error
         if not self._tokenizer.chat_template:
             raise ModelError(
                 f"{folder}: its tokenizer has no chat template; set data.chat_template = false, or add "
@@ -177,7 +180,11 @@ class ChatTemplate:
                 list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # templates raise any type
-            raise DataError(f"the chat template refuses the prompt: {error}") from error
+            reason = " ".join(str(error).split())
+            raise DataError(
+                f"the chat template refuses the prompt: {reason}; correct the prompt, or the template in the "
+                "model's folder"
+            ) from error
         return text
 
 

@@ -117,12 +117,28 @@ class Dataset:
 
     @property
     def columns(self) -> tuple[str, ...] | None:
-        """The fields of the first row; None if there is no row."""
-        return tuple(self.fields(0)) if len(self) else None
+        """The fields that all rows have; None if there is no row."""
+        if not len(self):
+            return None
+        missing = self._rows_without_columns()
+        return tuple(name for name in self.fields(0) if name not in missing)
 
     def missing_columns(self) -> dict[str, str]:
-        """Column that some of several datasets have -> one that does not."""
-        return {}
+        """Column that some rows have -> the first row that does not."""
+        return {name: self.location(index) for name, index in self._rows_without_columns().items()}
+
+    def _rows_without_columns(self) -> dict[str, int]:
+        """Column that some rows have -> index of the first row without it. Only lines of JSONL may differ."""
+        found: dict[str, int] = {}
+        if not self._is_jsonl:
+            return found
+        first = self._rows[0].keys()
+        for index, row in enumerate(self._rows):
+            if row.keys() != first:
+                found = (
+                    dict.fromkeys(first - row.keys(), index) | dict.fromkeys(row.keys() - first, 0) | found
+                )
+        return found
 
     def check_prompt_lengths(self, num_tokens: NumTokens, max_prompt_length: int) -> None:
         """Raises DataError for the first prompt without tokens, with too many, or that cannot be tokenized.
@@ -245,13 +261,17 @@ class MixedDataset(Dataset):
         return tuple(name for name in first if all(name in other for other in others))
 
     def missing_columns(self) -> dict[str, str]:
-        columns = dict.fromkeys(column for part in self.parts.values() for column in part.columns or ())
-        return {
+        known = {name: part.columns or () for name, part in self.parts.items()}
+        columns = dict.fromkeys(column for own in known.values() for column in own)
+        found = {
             column: f"{self.table}.{name} ({part.origin})"
             for name, part in self.parts.items()
             for column in columns
-            if column not in (part.columns or ())
+            if column not in known[name]
         }
+        for name, part in self.parts.items():
+            found |= {column: f"{self.table}.{name}: {row}" for column, row in part.missing_columns().items()}
+        return found
 
     def location(self, index: int) -> str:
         name, part, own = self._find(index)
@@ -294,6 +314,10 @@ class GrowingDataset(Dataset):
         except ValueError as error:
             raise DataError(f"{path} is corrupt ({error}): restore the file to resume the run") from error
         super().__init__(self._own_rows, prompt_key, str(path), is_jsonl=True, image_key=image_key)
+
+    def _rows_without_columns(self) -> dict[str, int]:
+        """Not known: a client may put rows with other columns at any time."""
+        return {}
 
     def contains(self, first: int, rows: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the dataset has these rows, starting at index `first`."""

@@ -19,6 +19,7 @@ from dora.model.config import ModelConfig, TransformersConfig, UnsupportedModelE
 from dora.model.weights import WeightLayout
 
 _INDEX = "model.safetensors.index.json"
+_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")  # tensors with a row for each token
 _DTYPES = ("F32", "F16", "BF16")
 
 
@@ -31,7 +32,17 @@ def load_config(folder: Path) -> ModelConfig:
     if not path.is_file():
         remedy = "" if folder.exists() else download_hint(str(folder), folder)
         raise ModelError(f"{folder} is not a model folder: it has no config.json{remedy}")
-    raw = _read_object(path)
+    try:
+        return _parse_config(folder, _read_object(path))
+    except ModelError as error:
+        if not str(error).startswith(path.name):
+            raise
+        raise type(error)(f"{folder}/{error}") from error  # a run has several models
+
+
+def _parse_config(folder: Path, raw: dict[str, Any]) -> ModelConfig:
+    """The config of a folder whose parsed `config.json` is `raw`. Raises ModelError."""
+    path = folder / "config.json"
     try:
         return ModelConfig.from_dict(raw)
     except UnsupportedModelError:
@@ -127,10 +138,13 @@ def _checked_layout(folder: Path, config: ModelConfig) -> WeightLayout:
                 empty = torch.empty(entry.get_shape(), device="meta")
                 shapes |= {name: tuple(tensor.shape) for name, tensor in _unstacked(stored_name, empty)}
     layout = WeightLayout(config)
-    if not isinstance(
-        config, TransformersConfig
-    ):  # transformers compares names and shapes when it loads them
+    if isinstance(config, TransformersConfig):  # it renames and stacks other tensors when it loads them
+        ends = {name: x for name, x in shapes.items() if name in layout.shapes and name.endswith(_VOCABULARY)}
+        shapes = layout.shapes | ends
+    try:
         layout.check(shapes)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from error
     return layout
 
 

@@ -166,6 +166,7 @@ def load_weights(folder: Path, views: Mapping[str, Tensor]) -> None:
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
@@ -427,11 +428,15 @@ def _skeleton(source: str) -> tuple[Any, Mapping[str, str]]:
         from transformers import AutoConfig, __version__
         from transformers.initialization import no_init_weights
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        from transformers.utils.logging import set_verbosity_error
     except ImportError as error:
         raise ModelError(
             f"config.json: model_type = {kind!r} needs transformers, which is not installed: "
             "pip install 'dora-rl[data]'"
         ) from error
+    set_verbosity_error()  # what is wrong with a model is in the errors here and of `load_weights`
+    if kind is None:
+        raise ModelError("config.json: the key 'model_type' is missing; copy or save the model again")
     if kind not in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION_FAMILIES):
         raise ModelError(
             f"config.json: model_type = {kind!r} is no causal language model of transformers {__version__}, "

@@ -130,7 +130,8 @@ class WeightLayout:
         for name, shape in self.shapes.items():
             if shapes[name] != shape:
                 raise ModelError(
-                    f"checkpoint tensor {name} has shape {shapes[name]}, config.json requires {shape}"
+                    f"checkpoint tensor {name} has shape {shapes[name]}, config.json requires {shape}; copy "
+                    "or save the model again"
                 )
 
 

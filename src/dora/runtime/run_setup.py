@@ -73,6 +73,11 @@ def check_tokenizer(folder: Path, tokenizer: Tokenizer, model: ModelConfig) -> N
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocab_size is "
             f"{model.vocab_size}; use the tokenizer the model was made with"
         )
+    if unknown := [id for id in tokenizer.stop_ids if id >= model.vocab_size]:
+        raise ModelError(
+            f"{folder}: {unknown[0]} is an end token, and no token id, as the model's vocab_size is "
+            f"{model.vocab_size}; correct eos_token_id in generation_config.json"
+        )
     if len(tokenizer.stop_ids) > MAX_STOP_IDS:
         raise ModelError(
             f"{folder}: {len(tokenizer.stop_ids)} end tokens; engines support at most {MAX_STOP_IDS}; "
@@ -327,7 +332,7 @@ class RunSetup:
         if config.distillation.servers:
             from dora.trainer.teachers import ServerTeacher
         for server in config.distillation.servers:
-            ServerTeacher(server, config.distillation.timeout_s)
+            ServerTeacher(server, config.distillation.timeout_s).check(tokenizer.vocab_size)
         prompts = PromptEncoder(tokenizer, template_of(config), image_reader(tokenizer, model))
         training, held_out = training_prompts(config, out, prompts), held_out_prompts(config, prompts)
         setup = cls(config, out, model, num_parameters, tokenizer, prompts, training, held_out)
@@ -430,7 +435,8 @@ class RunSetup:
         found: dict[str, str] = {}
         for dataset in self.datasets:
             known = {column for other in self.datasets for column in other.columns or ()}
-            found |= dict.fromkeys(known.difference(dataset.columns or known), dataset.origin)
+            own = known if dataset.columns is None else dataset.columns
+            found |= dict.fromkeys(known.difference(own), dataset.origin)
         for dataset in reversed(self.datasets):
             found |= dataset.missing_columns()
         return found

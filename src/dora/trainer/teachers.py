@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dora.errors import RunError
+from dora.errors import InputError, RunError
 from dora.openai_server import OpenAIServer
 from dora.trainer.settings import Sample
 
@@ -42,7 +42,17 @@ class ServerTeacher:
     def __init__(self, url: str, timeout_s: float) -> None:
         """Ask for the name of the model; see `OpenAIServer`. Raises InputError if it does not answer."""
         self._server = OpenAIServer(url, timeout_s)
-        self._model = self._server.first_model()
+        try:
+            self._model = self._server.first_model()
+        except InputError as error:
+            raise InputError(f"distillation.teachers: {error}") from error
+
+    def check(self, vocab_size: int) -> None:
+        """Score the last token of a vocabulary. Raises InputError if the server does not do this in time."""
+        try:
+            self([Sample([0], [vocab_size - 1], [0.0], 0.0)])
+        except RunError as error:
+            raise InputError(str(error)) from error
 
     def __call__(self, samples: Sequence[Sample]) -> list[Tensor]:
         """As `Teacher`. Raises RunError if the server does not reply in time, or not with log-probs."""
@@ -54,7 +64,10 @@ class ServerTeacher:
             "echo": True,
             "logprobs": 1,
         }
-        reply = self._server.post("completions", body)
+        try:
+            reply = self._server.post("completions", body)
+        except RunError as error:
+            raise RunError(f"distillation.teachers: {error}") from error
         try:
             choices = sorted(reply["choices"], key=lambda choice: int(choice["index"]))
             pairs = zip(samples, choices, strict=True)
