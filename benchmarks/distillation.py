@@ -23,8 +23,8 @@ from demo import CONFIG, SEEDS
 
 from report import Row, parse_options, publish
 
-SHARES = (0.5, 0.8, 0.9)
-NUM_STEPS, EVERY, NUM_PROMPTS, BATCH = 80, 10, 256, 64  # BATCH: samples of a step
+SHARES = (0.5, 0.8, 0.9, 0.95)
+NUM_STEPS, EVERY, NUM_PROMPTS, BATCH = 240, 10, 256, 64  # BATCH: samples of a step
 
 
 def train(out: Path, seed: int, num_steps: int, changes: tuple[str, ...]) -> list[tuple[int, float]]:
