@@ -372,5 +372,9 @@ def test_tokens_of_a_request_that_restarts_after_all_are_lost() -> None:
     for record in records:
         versions.observe(record)
     assert (versions.num_kept_tokens, versions.num_lost_tokens, versions.num_restarted) == (11, 2, 0)
-    versions.observe(OutputsLost(((second, 4),)))
-    assert (versions.num_kept_tokens, versions.num_lost_tokens, versions.num_restarted) == (7, 6, 1)
+    for _ in range(2):
+        versions.observe(OutputsLost((second,)))
+        assert (versions.num_kept_tokens, versions.num_lost_tokens, versions.num_restarted) == (7, 6, 1)
+    for record in (Generate(1, 0, (first,)), ProgressReported(1, ((first, 8),)), OutputsLost((first,))):
+        versions.observe(record)
+    assert versions.num_kept_tokens == 7, "it has continued"

@@ -181,8 +181,10 @@ def test_tokens_that_were_kept_and_are_lost_after_all_are_generated_again(run: F
     run.deliver(ProgressReported(0, ((RUNNING, 7),)))
     run.deliver(EngineLost(0, "killed", ((RUNNING, 5),)))
     assert (run.state.num_kept_tokens, run.state.num_regenerated_tokens) == (5, 2)
-    assert run.deliver(OutputsLost(((RUNNING, 5),))) == []
+    assert run.deliver(OutputsLost((RUNNING,))) == []
     assert (run.state.num_kept_tokens, run.state.num_regenerated_tokens) == (0, 7)
+    assert run.deliver(OutputsLost((RUNNING,))) == []
+    assert (run.state.num_kept_tokens, run.state.num_regenerated_tokens) == (0, 7), "only once"
 
 
 def test_what_an_engine_rejects_is_not_generated_again() -> None:

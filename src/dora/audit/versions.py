@@ -6,9 +6,9 @@ The check follows each version's digest from its publication into the engines, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from dora.core.actions import Abort, Action, Admit, Drop, Generate, Migrate, StartEvaluation
+from dora.core.actions import Abort, Action, Admit, Drop, Fail, Generate, Migrate, StartEvaluation
 from dora.core.events import (
     DigestReported,
     EngineJoined,
@@ -44,6 +44,8 @@ class VersionAudit:
         self.num_kept_tokens = self.num_lost_tokens = 0  # of the requests that lost their engine
         self.num_restarted = 0  # of these requests, without any token
         self._num_tokens: dict[RequestId, int] = {}  # of unfinished responses, as last reported
+        self._num_kept: dict[RequestId, int] = {}  # of requests without an engine, until one reports tokens
+        self._aborting: set[RequestId] = set()
         self.num_prefilled = 0  # tokens recomputed because their request migrated without KV
         self.versions: set[int] = set()  # that sampled trajectories
         self.held: dict[int, set[int]] = {}  # engine -> versions
@@ -84,7 +86,10 @@ class VersionAudit:
             case EngineJoined():
                 self._on_joined(record)
             case EngineLost(engine, _, kept_tokens):
-                self._count_tokens([r for r, e in self.owners.items() if e == engine], dict(kept_tokens))
+                self.num_losses += 1
+                for request in [r for r, e in self.owners.items() if e == engine]:
+                    self._count_kept(request, dict(kept_tokens).get(request, 0))
+                    self._aborting.discard(request)
                 self._close_engine(engine)
                 self._lost.add(engine)
                 self.owners = {r: e for r, e in self.owners.items() if e != engine}
@@ -92,19 +97,31 @@ class VersionAudit:
                 self._close_engine(engine)
                 owned = [str(r) for r, e in sorted(self.owners.items()) if e == engine]
                 self._check(not owned, f"engine {engine} was removed with the requests {', '.join(owned)}")
-            case OutputsLost(kept_tokens):
-                self._on_outputs_lost(kept_tokens)
-            case ProgressReported(_, lengths):
-                self._num_tokens.update(lengths)
+            case OutputsLost(requests):
+                for request in requests:
+                    if request in self._num_kept:
+                        self._count_kept(request, 0)
+            case ProgressReported(engine, lengths):
+                for request, num_tokens in lengths:
+                    if self.owners.get(request) == engine and num_tokens:
+                        self._num_tokens[request] = num_tokens
+                        self._num_kept.pop(request, None)
             case RequestFailed(_, request):
                 self.owners.pop(request, None)
-                self._num_tokens.pop(request, None)
+                if request in self._num_kept:
+                    self._count_kept(request, 0)
+                self._forget_tokens(request)
+            case Fail(group):
+                for request in [request for request in self._num_kept if request.group == group]:
+                    self._forget_tokens(request)
             case RequestsAborted(_, requests):
                 for request in requests:
                     self.owners.pop(request, None)
+                    self._aborting.discard(request)
             case Abort(_, requests):  # they will not be generated again
                 for request in requests:
-                    self._num_tokens.pop(request, None)
+                    self._forget_tokens(request)
+                    self._aborting.add(request)
             case Published():
                 self._on_published(record)
             case DigestReported():
@@ -179,25 +196,29 @@ class VersionAudit:
             )
         self._latest_digest[version] = digest
 
-    def _count_tokens(self, requests: Iterable[RequestId], kept_tokens: Mapping[RequestId, int]) -> None:
-        """Requests have lost their engine: count the tokens that they keep, and those reported beyond."""
-        self.num_losses += 1
-        for request in requests:
-            num_kept, num_tokens = kept_tokens.get(request, 0), self._num_tokens.pop(request, 0)
-            self.num_kept_tokens += num_kept
-            self.num_lost_tokens += max(0, num_tokens - num_kept)
-            self.num_restarted += num_tokens > 0 and not num_kept
+    def _count_kept(self, request: RequestId, num_kept: int) -> None:
+        """A request without an engine keeps so many tokens; those reported or counted beyond are lost."""
+        if request in self._aborting:
+            return
+        num_before = self._num_kept.pop(request, 0)
+        num_known = max(num_before, self._num_tokens.pop(request, 0))
+        self.num_kept_tokens += num_kept - num_before
+        self.num_lost_tokens += max(0, num_known - num_kept)
+        self.num_restarted += num_known > 0 and not num_kept
+        if num_kept:
+            self._num_kept[request] = num_kept
 
-    def _on_outputs_lost(self, kept_tokens: Iterable[tuple[RequestId, int]]) -> None:
-        """Requests have restarted whose tokens were counted as kept."""
-        for _, num_tokens in kept_tokens:
-            self.num_kept_tokens -= num_tokens
-            self.num_lost_tokens += num_tokens
-            self.num_restarted += 1
+    def _forget_tokens(self, request: RequestId) -> None:
+        self._num_tokens.pop(request, None)
+        self._num_kept.pop(request, None)
 
     def _on_resumed(self, event: Resumed) -> None:
         """All engines are new; the versions that were kept must be those that were published."""
-        self._count_tokens(self.owners, dict(event.kept_tokens))
+        self.num_losses += 1
+        kept_tokens = dict(event.kept_tokens)
+        for request in {**self.owners, **self._num_kept, **kept_tokens}:
+            self._count_kept(request, kept_tokens.get(request, 0))
+        self._aborting.clear()
         self.held.clear()
         self._ever_held.clear()
         self._lost.clear()
@@ -261,6 +282,7 @@ class VersionAudit:
         name, version = f"request {event.request}", self._version_of(event.request.group)
         self._end_migration(event.request, event.source, event.destination)
         self._num_tokens[event.request] = event.num_tokens
+        self._num_kept.pop(event.request, None)
         owner = self.owners.get(event.request)
         self._check(
             owner == event.source, f"{name} migrated from engine {event.source}, its owner was engine {owner}"
@@ -281,6 +303,7 @@ class VersionAudit:
         )
 
     def _on_finished(self, event: RequestFinished) -> None:
+        self._forget_tokens(event.request)
         self.num_trajectories += 1
         self.versions.add(event.version)
         name, admitted = f"request {event.request}", self._version_of(event.request.group)

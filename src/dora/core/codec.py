@@ -24,7 +24,7 @@ from dora.core.index import Indexes
 from dora.core.state import State
 from dora.core.types import ProtocolError
 
-SNAPSHOT_SCHEMA = 10
+SNAPSHOT_SCHEMA = 11
 
 
 @cache

@@ -123,6 +123,7 @@ def _on_progress_reported(state: State, event: ProgressReported) -> list[Action]
             record = state.requests[request]
             engine.kv_tokens[version] += num_tokens - record.num_tokens
             record.num_tokens = num_tokens
+            record.num_kept = 0 if num_tokens else record.num_kept
     if event.row_tokens_per_s > 0:
         engine.row_tokens_per_s = event.row_tokens_per_s
         if engine.lag:
@@ -177,7 +178,8 @@ def _on_migrated(state: State, event: Migrated) -> list[Action]:
         destination.rows_by_version[version] += 1
     else:
         state.release(request, source)
-        state.requests[request].num_tokens = event.num_tokens
+        record = state.requests[request]
+        record.num_tokens, record.num_kept = event.num_tokens, 0
         state.assign(request, destination, version)
     if event.num_bytes or event.num_prefilled:  # else not measured: the destination was lost right afterwards
         state.costs.observe_migration(event.num_tokens, event.num_bytes, event.copy_s, event.stop_s)
@@ -201,9 +203,9 @@ def _on_migration_failed(state: State, event: MigrationFailed) -> list[Action]:
 
 def _on_outputs_lost(state: State, event: OutputsLost) -> list[Action]:
     """Change counts only: the requests are queued, or run from their first token."""
-    num_lost = sum(num_tokens for _, num_tokens in event.kept_tokens)
-    state.num_kept_tokens -= num_lost
-    state.num_regenerated_tokens += num_lost
+    for request in event.requests:
+        if (record := state.requests.get(request)) is not None and record.num_kept:
+            state.count_kept(record, 0)
     return []
 
 
@@ -252,14 +254,15 @@ def _on_request_failed(state: State, event: RequestFailed) -> list[Action]:
         return []
     is_running = event.request in engine.requests
     require(is_running, event, "the engine must be running the request", engine.requests)
+    if (record := state.requests[event.request]).num_kept:
+        state.count_kept(record, 0)
     if event.request.is_held_out:
         return _end_held_out_request(state, engine, event.request, is_failed=True)
     if _may_retry(state, event):
         _release_rows(state, engine, event.request)
-        request = state.requests[event.request]
-        request.num_retries += 1
+        record.num_retries += 1
         state.num_retries += 1
-        state.restart_request(request)
+        state.restart_request(record)
         return []
     return _fail_group(state, _end_request(state, engine, event.request), event.reason)
 

@@ -139,10 +139,10 @@ class Migrated:
 class OutputsLost:
     """Requests restart from their prompts whose tokens `EngineLost` or `Resumed` had counted as kept.
 
-    For example an environment could not be restored. `kept_tokens` are the numbers that were counted.
+    For example an environment could not be restored. Without effect for other requests.
     """
 
-    kept_tokens: tuple[tuple[RequestId, int], ...]
+    requests: tuple[RequestId, ...]
 
 
 @dataclass(frozen=True, slots=True)

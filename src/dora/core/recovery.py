@@ -105,6 +105,9 @@ def _check_resumable(state: State, event: Resumed, kept: dict[int, str]) -> None
 def _lose_engines(state: State, kept_tokens: Mapping[RequestId, int]) -> None:
     """Remove all engines; their requests are queued before those that waited already."""
     state.migrations.clear()
+    for record in state.requests.values():
+        if record.engine is None:
+            state.count_kept(record, kept_tokens.get(record.id, 0))
     for engine in [state.engines[number] for number in sorted(state.engines, reverse=True)]:
         state.remove_engine(engine)
         state.restart_requests(engine, kept_tokens)

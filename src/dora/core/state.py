@@ -42,6 +42,7 @@ class RequestRecord:
     version: int
     engine: int | None = None
     num_tokens: int = 0  # as last reported
+    num_kept: int = 0  # tokens kept when it lost its engine, until the next one reports tokens
     migration_failed_s: float = 0.0  # time of its last failed migration; 0: none
     num_retries: int = 0  # after failures of its environment
 
@@ -303,14 +304,16 @@ class State(Indexes):
             self.restart_request(self.requests[request_id], kept_tokens.get(request_id, 0))
 
     def restart_request(self, request: RequestRecord, num_kept: int = 0) -> None:
-        """Let a request that no engine runs any more start again on its version, before all that wait.
-
-        It generates again what was reported beyond the first `num_kept` tokens.
-        """
-        self.num_kept_tokens += num_kept
-        self.num_regenerated_tokens += max(0, request.num_tokens - num_kept)
+        """Let a request that no engine runs any more start again on its version, before all that wait."""
+        self.count_kept(request, num_kept)
         request.engine, request.num_tokens = None, 0
         self.enqueue_first(request.id, request.version)
+
+    def count_kept(self, request: RequestRecord, num_kept: int) -> None:
+        """A request keeps so many tokens, and generates again what was reported or counted beyond them."""
+        self.num_kept_tokens += num_kept - request.num_kept
+        self.num_regenerated_tokens += max(0, max(request.num_tokens, request.num_kept) - num_kept)
+        request.num_kept = num_kept
 
     def mark_dirty(self, engine: EngineRecord) -> None:
         """Reindex an engine that has changed, so that the rules examine it."""

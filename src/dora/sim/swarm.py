@@ -154,6 +154,9 @@ class _SimulatedRun:
         state = self.orchestrator.snapshot()
         if broken := invariants.check(state):
             raise Violation("; ".join(broken))
+        num_kept = self.checker.audit.versions.num_kept_tokens
+        if not 0 <= state.num_kept_tokens == num_kept:
+            raise Violation(f"the core counts {state.num_kept_tokens} kept tokens, the audit {num_kept}")
         self.marks.on_state(state)
         self.checker.check_idle()
         if not self.world.urgent_events:  # the ground truth is ahead of these

@@ -226,11 +226,11 @@ class World(EventQueue[Event | None]):
             self._schedule_join(engine.index, self.faults.delay_s(self.config.engine_restart_s), engine.id)
 
     def _detect_loss(self, engine: SimEngine, kept_tokens: tuple[tuple[RequestId, int], ...]) -> None:
-        """Report the outcomes of its migrations first, then the loss of the engine and of all tokens."""
+        """Report the outcomes of its migrations first, then the loss of the engine and of some tokens."""
         self.urgent_events.extend(self.migrations.end_all(engine))
         self.urgent_events.append(EngineLost(engine.id, "simulated loss", kept_tokens))
         if kept_tokens:
-            self.urgent_events.append(OutputsLost(kept_tokens))
+            self.urgent_events.append(OutputsLost(tuple(request for request, _ in kept_tokens[::2])))
         del self.truth.engines[engine.id]
 
     def _request_drain(self) -> Event | None:

@@ -120,24 +120,12 @@ def test_an_attempt_that_has_failed_is_not_read_again(tmp_path: Path) -> None:
     assert (lengths(resumed), resumed.saved(SECOND.id)) == ([0, 1], START)
 
 
-def test_tokens_that_were_counted_as_kept_are_lost_if_their_request_restarts(tmp_path: Path) -> None:
+def test_requests_that_restart_although_they_kept_tokens_are_known(tmp_path: Path) -> None:
     outputs = PartialOutputs(tmp_path / FILE_NAME)
-    outputs.add([part(0, 0, 5), part(1, 0, 3)])
-    outputs.count(outputs.lengths([FIRST.id, SECOND.id]))
-    outputs.continued([FIRST.id])
-    outputs.restart(FIRST.id)  # it continued, and failed later
+    outputs.add([part(1, 0, 3)])
+    outputs.restart(FIRST.id)
     outputs.restart(SECOND.id)
-    assert (outputs.take_lost(), outputs.take_lost()) == (((SECOND.id, 3),), ())
-
-
-def test_a_resumed_run_loses_the_tokens_of_a_request_that_had_not_continued(tmp_path: Path) -> None:
-    outputs = PartialOutputs(tmp_path / FILE_NAME)
-    outputs.add([part(0, 0, 5), part(1, 0, 3)])
-    outputs.save(FIRST.id, START)
-    resumed = PartialOutputs(tmp_path / FILE_NAME)
-    resumed.count([(FIRST.id, 5), (SECOND.id, 3)])  # by the event of a lost engine, in the journal
-    resumed.read(UNFINISHED, are_episodes=True)
-    assert resumed.take_lost() == ((SECOND.id, 3),), "its environment has no snapshots"
+    assert (outputs.take_lost(), outputs.take_lost()) == ((SECOND.id,), ())
 
 
 def test_the_file_is_compacted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from dora.core import codec
-from dora.core.actions import Action, Commit, Fail, Filter, Generate, Train
+from dora.core.actions import Action, Commit, Fail, Filter, Train
 from dora.core.events import (
     DigestReported,
-    EngineLost,
     Event,
     GroupScored,
-    OutputsLost,
     Published,
     RequestFailed,
     RequestFinished,
@@ -224,11 +222,9 @@ class _JournalReplay:
         num_trained = state.num_trained // state.limits.batch_size
         redone = tuple(self._batches[k] for k in range(step, num_trained))
         num_steps = self._config.run.steps
-        running = [id for id, request in state.requests.items() if request.engine is not None]
         partial_outputs = self.sample_book.partial_outputs
         partial_outputs.read(state.requests, are_episodes=self._config.has_episodes)
-        resumed = Resumed(step, kept, redone, kept_tokens=partial_outputs.lengths(running))
-        partial_outputs.count(resumed.kept_tokens)
+        resumed = Resumed(step, kept, redone, kept_tokens=partial_outputs.lengths(state.requests))
         if num_steps == state.limits.num_steps:
             return resumed
         return replace(resumed, num_steps=num_steps, lr_decay=self._config.trainer.lr_decay)
@@ -256,10 +252,6 @@ class _JournalReplay:
                 book.mark_discarded(request.group, f"failed: {reason}")
             case GroupScored(group, rewards) if not group.is_held_out:
                 book.rewards[group] = rewards
-            case EngineLost() | Resumed():
-                book.partial_outputs.count(event.kept_tokens)
-            case OutputsLost(kept_tokens):
-                book.partial_outputs.continued(request for request, _ in kept_tokens)
             case Trained(step) if is_void:
                 metrics.redone_steps += 1
                 metrics.redone_tokens += sum(
@@ -275,8 +267,6 @@ class _JournalReplay:
         for action in actions:
             if isinstance(action, Filter | Fail):
                 book.forget_group(action.group)
-            elif isinstance(action, Generate):
-                book.partial_outputs.continued(action.requests)
 
     def _raise_difference(self, seq: int) -> None:
         raise InputError(

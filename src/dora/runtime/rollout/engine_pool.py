@@ -283,7 +283,6 @@ class EnginePool:
                 f"{self._describe_restart(slot, loss)}"
             )
             kept_tokens = self._sample_book.partial_outputs.lengths(unfinished)
-            self._sample_book.partial_outputs.count(kept_tokens)
             self._pending_ends[engine] = EngineLost(engine, reason, kept_tokens)
         self.migrations.on_engine_lost(engine)
         self._report_ends()

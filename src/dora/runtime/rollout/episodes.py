@@ -297,6 +297,8 @@ class Episodes:
         """
         if isinstance(message, m.OutputsReported):
             self._partial_outputs.add(message.parts)
+            lengths = self._sample_book.progress.setdefault(engine, {})
+            lengths |= {part.request: part.start + len(part.token_ids) for part in message.parts}
         if isinstance(message, m.RequestsCompleted):
             joined = [self._on_completion(engine, each) for each in message.completions]
             message = replace(message, completions=[each for each in joined if each is not None])
@@ -402,7 +404,6 @@ class Episodes:
         ids = [request.id for request in requests]
         outputs = self._continuable_outputs(engine, ids, version)
         if self._engine_pool.send(engine, m.SubmitRequests([*requests], outputs)):
-            self._partial_outputs.continued(outputs)
             for request, _ in self._partial_outputs.lengths(ids):
                 if request not in outputs:
                     self._partial_outputs.restart(request)

@@ -54,8 +54,7 @@ class PartialOutputs:
         self._path = path
         self._parts: dict[RequestId, OutputPart] = {}
         self._episodes: dict[RequestId, SavedEpisode] = {}
-        self._counted: dict[RequestId, int] = {}  # tokens counted as kept, until the request continues
-        self._lost: list[tuple[RequestId, int]] = []  # of these, the tokens of requests that restart
+        self._lost: list[RequestId] = []  # restarted, although they kept tokens
         self._file: int | None = None
 
     def read(self, unfinished: Collection[RequestId], *, are_episodes: bool = False) -> None:
@@ -77,8 +76,6 @@ class PartialOutputs:
         if are_episodes:
             for request in {*self._parts, *self._episodes}:
                 self._keep_saved(request)
-        for request in self._counted.keys() & {*unfinished} - self._parts.keys():
-            self._lost.append((request, self._counted.pop(request)))
 
     def add(self, parts: Iterable[OutputPart]) -> None:
         """Keep new tokens of an engine's requests, in one write."""
@@ -103,31 +100,20 @@ class PartialOutputs:
     def forget(self, request: RequestId) -> None:
         """Drop a request that has finished or was aborted."""
         self._drop(request)
-        self._counted.pop(request, None)
 
     def restart(self, request: RequestId) -> None:
         """Drop what a request keeps, because it restarts from its prompt, in a resumed run as well."""
         if self._drop(request):
             self._append(_with_header(_RESTART + json.dumps(request).encode()))
-        if request in self._counted:
-            self._lost.append((request, self._counted.pop(request)))
+            self._lost.append(request)
 
     def lengths(self, requests: Iterable[RequestId]) -> tuple[tuple[RequestId, int], ...]:
         """How many tokens of the requests are kept, without those that have none."""
         found = ((request, self._parts[request]) for request in requests if request in self._parts)
         return tuple((request, len(part.token_ids)) for request, part in found)
 
-    def count(self, kept_tokens: Iterable[tuple[RequestId, int]]) -> None:
-        """An event counts the tokens of requests as kept; `continued` or `restart` will follow."""
-        self._counted.update(kept_tokens)
-
-    def continued(self, requests: Iterable[RequestId]) -> None:
-        """Engines run the requests, which continue after what is kept."""
-        for request in requests:
-            self._counted.pop(request, None)
-
-    def take_lost(self) -> tuple[tuple[RequestId, int], ...]:
-        """The requests that have restarted since the last call, with the tokens that were counted as kept."""
+    def take_lost(self) -> tuple[RequestId, ...]:
+        """The requests that have restarted since the last call, although they kept tokens."""
         lost, self._lost = self._lost, []
         return tuple(lost)
 
