@@ -66,7 +66,7 @@ class SupportsSnapshots(Protocol):
         """The state of the episode, at most MAX_SNAPSHOT_BYTES; None: it cannot be restored."""
 
     def restore(self, state: bytes) -> Awaitable[None] | None:
-        """Continue the episode of a snapshot, in place of `reset`; awaited only on another machine."""
+        """Continue the episode of a snapshot, in place of `reset`. It may be a coroutine."""
 
 
 def load_environment(name: str) -> Callable[[], Environment]:
@@ -108,7 +108,7 @@ async def restore_snapshot(environment: Environment, snapshot: bytes) -> None:
     if inspect.isawaitable(restored):
         restored = await restored
     if restored is not None:
-        raise Fault("environment returned something from restore, which must be `def`, without a result")
+        raise Fault("environment returned something from restore, which must return nothing")
 
 
 def close_environment(environment: Environment) -> None:
