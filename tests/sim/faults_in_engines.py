@@ -23,7 +23,7 @@ from dora.core.events import (
     Migrated,
     MigrationFailed,
 )
-from dora.core.state import EngineRecord, GroupRecord, State
+from dora.core.state import EngineRecord, GroupRecord, RequestRecord, State
 from dora.core.types import RequestId
 
 
@@ -284,6 +284,15 @@ def requests_of_one_version_are_placed_per_event(patch: pytest.MonkeyPatch) -> N
     patch.setattr(placement, "place_waiting", place_waiting)
 
 
+def kept_tokens_of_a_second_loss_are_counted_again(patch: pytest.MonkeyPatch) -> None:
+    def count_kept(self: State, request: RequestRecord, num_kept: int) -> None:
+        request.num_kept = 0
+        original(self, request, num_kept)
+
+    original = State.count_kept
+    patch.setattr(State, "count_kept", count_kept)
+
+
 FAULTS: list[tuple[Fault, str]] = [
     (versions_are_dropped_under_running_requests, "under"),
     (slots_are_not_counted, "slots"),
@@ -308,6 +317,7 @@ FAULTS: list[tuple[Fault, str]] = [
     (the_trainer_does_not_wait_for_the_pause, "decodes during a step"),
     (engines_decode_during_a_step, "during a step"),
     (paused_engines_are_never_resumed, "deadlock"),
+    (kept_tokens_of_a_second_loss_are_counted_again, "kept tokens, the audit"),
     (a_draining_engine_gets_new_requests, "while it drains"),
     (an_engine_is_removed_with_its_requests, "is removed with its requests"),
     (the_last_engine_is_drained, "the last engine"),
