@@ -218,12 +218,14 @@ def test_a_container_is_removed_only_after_docker_has_created_it(tmp_path: Path)
             creating = asyncio.create_task(create_container(["sh", "-c", script], {}, errors, 60.0))
             await asyncio.to_thread(began.read_text)
             creating.cancel()
+            await asyncio.wait({creating}, timeout=0.05)
+            assert not creating.done()
             await asyncio.to_thread(may_end.write_text, "now\n")
             with pytest.raises(asyncio.CancelledError):
                 await creating
+            assert container.exists()
 
     asyncio.run(cancel_while_it_is_created())
-    assert container.exists()
 
 
 def test_without_docker_an_image_is_an_error(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
