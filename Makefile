@@ -39,11 +39,13 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@# mypy and the swarm take the time that tests leave. The first pytest compiles the tests, which each worker
-	@# would do otherwise.
-	{ nice -n 19 $(BIN)/mypy && nice -n 19 $(BIN)/dora simulate swarm --seeds 200; } > $(VENV)/checks.log 2>&1 & \
+	@# would do otherwise. A shell's background processes ignore Ctrl-C: the trap ends their group.
+	$(BIN)/python -c 'import os, sys; os.setpgid(0, 0); os.execvp(sys.argv[1], sys.argv[1:])' \
+	  sh -c 'nice -n 19 $(BIN)/mypy && nice -n 19 $(BIN)/dora simulate swarm --seeds 200' > $(VENV)/checks.log 2>&1 & \
+	  pid=$$!; trap 'kill -s TERM -- -$$pid 2> /dev/null; exit 130' INT TERM; \
 	  $(BIN)/pytest --collect-only -qq > /dev/null; \
 	  $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder; code=$$?; \
-	  wait $$! || code=1; cat $(VENV)/checks.log; exit $$code
+	  wait $$pid || code=1; cat $(VENV)/checks.log; exit $$code
 
 test-agents: $(VENV)/.installed-dev $(VENV)-agents/.installed
 	AGENTS_PYTHON=$(abspath $(VENV)-agents)/bin/python $(BIN)/pytest -m agents -rs

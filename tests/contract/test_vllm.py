@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -894,6 +895,35 @@ def test_the_server_reads_each_parameter_of_a_versions_file(
             assert all(torch.equal(loaded[name], view) for name, view in views.items())
 
 
+class RequestState:
+    """vLLM's, as far as the plugin uses it."""
+
+    def _new_completion_output(self, num_tokens: int) -> SimpleNamespace:
+        return SimpleNamespace(num_tokens=num_tokens, weight_versions=None)
+
+    def _weight_version_spans(self) -> list[str]:
+        return ["dora-0"]
+
+
+@pytest.fixture
+def output_processor(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module in place of vLLM's, which the plugin imports."""
+    stand_in: Any = ModuleType("vllm.v1.engine.output_processor")
+    stand_in.RequestState = type("RequestState", (RequestState,), {})
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    return stand_in
+
+
+def test_each_output_has_the_weights_of_its_tokens(output_processor: Any) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError
+
+    TokenMiddleware(app)
+    output = output_processor.RequestState()._new_completion_output(7)
+    assert (output.num_tokens, output.weight_versions) == (7, ["dora-0"])
+
+
+@pytest.mark.usefixtures("output_processor")
 @pytest.mark.parametrize(
     ("kind", "header", "response"),
     [

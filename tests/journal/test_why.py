@@ -8,8 +8,8 @@ import pytest
 from tests.journal.recorded_runs import record_run
 from tests.journal.story import ABORTED, DIGEST, EVENTS, FIRST, REJECTED, SECOND, TRAINED, write_story
 
-from dora.core.actions import Admit, StartEvaluation
-from dora.core.events import RequestFinished
+from dora.core.actions import Action, Admit, Generate, StartEvaluation
+from dora.core.events import EngineJoined, EngineLost, Event, OutputsLost, RequestFinished, Resumed
 from dora.core.types import Chunk, RequestId
 from dora.errors import InputError
 from dora.journal import why
@@ -64,6 +64,32 @@ def test_a_lost_engine_is_named_as_the_reason_of_a_restart(story: Path) -> None:
     lost = history.index("engine 1 was lost (killed): the request restarts")
     assert history[lost + 1] == "placed on engine 2"
     assert history[-1] == "trained in step 1"
+
+
+def test_a_request_with_kept_tokens_continues_unless_these_are_lost() -> None:
+    kept = ((FIRST, 7),)
+    records: list[Event | Action] = [
+        *(EngineJoined(engine, 2, 1) for engine in (1, 2)),
+        Admit(TRAINED, 0, 0, 0),
+        Generate(1, 0, (FIRST, SECOND)),
+        EngineLost(1, "killed", kept),
+        Generate(2, 0, (FIRST, SECOND)),
+        OutputsLost(kept),
+        Resumed(0, (), (), kept_tokens=kept),
+    ]
+    lines = [JournalLine(number, 0.0, record) for number, record in enumerate(records)]
+    histories = why.request_histories(lines, 1, [FIRST, SECOND])
+    assert [sentence for _, sentence in histories[FIRST][2:-1]] == [
+        "engine 1 was lost (killed): the request continues after 7 tokens",
+        "placed on engine 2",
+        "its kept tokens are lost: the request restarts from its prompt",
+        "the run was resumed: the request continues after 7 tokens",
+    ]
+    assert [sentence for _, sentence in histories[SECOND][2:-1]] == [
+        "engine 1 was lost (killed): the request restarts",
+        "placed on engine 2",
+        "the run was resumed: the request restarts",
+    ]
 
 
 def test_each_sibling_lists_the_end_of_its_failed_group(story: Path) -> None:

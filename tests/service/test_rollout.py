@@ -20,6 +20,7 @@ from tests.service.fake_run import FakeRun, serve
 from dora.core.types import RequestId
 from dora.errors import InputError
 from dora.runtime.rollout.episodes import EpisodeEnded, EpisodeFailed, EpisodeId, EpisodeStarted, PolicyTurn
+from dora.service import rollout
 from dora.service.client import Address
 from dora.service.rollout import Rollout, create_container, describe
 
@@ -206,6 +207,40 @@ def test_a_container_that_is_not_created_fails_its_episode(
     assert "no such image\n" in outputs(run)
 
 
+def test_the_creation_of_a_container_counts_for_the_timeout(
+    run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docker = tmp_path / "docker"
+    docker.write_text(DOCKER.replace("names = [", "__import__('time').sleep(1); names = ["))
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    ends, _ = roll_out(run, AGENT + "import time; time.sleep(2.5)", 1, image="image:1", timeout_s=3.0)
+    assert ends == {"longer than 3 s": 1}
+
+
+def test_a_container_whose_creation_times_out_is_named_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if Docker then creates it."""
+    began, may_end = tmp_path / "began", tmp_path / "may_end"
+    for pipe in (began, may_end):
+        os.mkfifo(pipe)
+    script = f"read line < {may_end}"
+
+    async def create(script: str, is_created: bool = False) -> str:
+        with (tmp_path / "errors").open("wb") as errors:
+            creating = asyncio.create_task(create_container(["sh", "-c", script], {}, errors, 0.01))
+            if is_created:
+                await asyncio.to_thread(began.read_text)
+                await asyncio.wait({creating}, timeout=0.05)
+                await asyncio.to_thread(may_end.write_text, "now\n")
+            return await creating
+
+    assert asyncio.run(create(f"echo > {began}; {script}", is_created=True)) == "longer than 0.01 s"
+    monkeypatch.setattr(rollout, "REMOVAL_S", 0.01)
+    assert asyncio.run(create(script)) == "longer than 0.01 s"
+
+
 def test_a_container_is_removed_only_after_docker_has_created_it(tmp_path: Path) -> None:
     """Else it could be created after its removal, and stay."""
     began, may_end, container = (tmp_path / name for name in ("began", "may_end", "container"))
@@ -217,13 +252,16 @@ def test_a_container_is_removed_only_after_docker_has_created_it(tmp_path: Path)
         with (tmp_path / "errors").open("wb") as errors:
             creating = asyncio.create_task(create_container(["sh", "-c", script], {}, errors, 60.0))
             await asyncio.to_thread(began.read_text)
+            await asyncio.wait({creating}, timeout=0.05)  # until it waits for the process
             creating.cancel()
+            await asyncio.wait({creating}, timeout=0.05)
+            assert not creating.done()
             await asyncio.to_thread(may_end.write_text, "now\n")
             with pytest.raises(asyncio.CancelledError):
                 await creating
+            assert container.exists()
 
     asyncio.run(cancel_while_it_is_created())
-    assert container.exists()
 
 
 def test_without_docker_an_image_is_an_error(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from dora.core.events import (
     GroupScored,
     Migrated,
     MigrationFailed,
+    OutputsLost,
     RequestFailed,
     RequestFinished,
     RequestsAborted,
@@ -96,6 +97,8 @@ def _concerned(
             return [readers[record.request]] if record.request in readers else ()
         case Generate() | Abort() | RequestsAborted() | ReportStall():
             return [readers[request] for request in record.requests if request in readers]
+        case OutputsLost():
+            return [readers[request] for request, _ in record.kept_tokens if request in readers]
         case Admit() | GroupScored() | ScoringFailed() | Filter() | Fail() | Commit():
             return siblings.get(record.group, ())
         case DecodeOnly() | EnginePaused() | ResumeEngine() | EngineLost():
@@ -213,10 +216,12 @@ class _RequestReader:
                 return f"paused: engine {engine} yields its device to the trainer"
             case ResumeEngine(engine):
                 return f"resumed on engine {engine}"
-            case EngineLost(engine, reason):
-                return f"engine {engine} was lost ({reason}): the request restarts"
+            case EngineLost(engine, reason, kept_tokens):
+                return f"engine {engine} was lost ({reason}): {self._describe_restart(kept_tokens)}"
             case Resumed() if self.request in self._timeline.requests:
-                return "the run was resumed: the request restarts"
+                return f"the run was resumed: {self._describe_restart(record.kept_tokens)}"
+            case OutputsLost():
+                return "its kept tokens are lost: the request restarts from its prompt"
             case RequestFinished(engine, _, _, num_tokens, chunks, reason):
                 self._is_finished = True
                 length = plural(num_tokens, "token")
@@ -288,6 +293,12 @@ class _RequestReader:
         return (
             f"migrated from engine {event.source} to engine {event.destination} ({reason}) "
             f"with {plural(event.num_tokens, 'token')}: {kv}, paused for {1e3 * event.stop_s:.1f} ms"
+        )
+
+    def _describe_restart(self, kept_tokens: Sequence[tuple[RequestId, int]]) -> str:
+        num_kept = dict(kept_tokens).get(self.request, 0)
+        return (
+            f"the request continues after {plural(num_kept, 'token')}" if num_kept else "the request restarts"
         )
 
     def _describe_decode_only(self, engine: int, is_named: bool, is_decode_only: bool) -> str | None:

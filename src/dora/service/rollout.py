@@ -46,7 +46,8 @@ class CommandEnd(NamedTuple):
 class Rollout:
     """`command` for each episode of a run, `concurrency` at a time, each for at most `timeout_s`.
 
-    `image` is that of a Docker container for each command; None: it runs on this machine.
+    `image` is that of a Docker container for each command, whose creation counts; None: it runs on this
+    machine.
     """
 
     command: Sequence[str]
@@ -120,28 +121,34 @@ class Rollout:
         reward_file = output.with_suffix(".reward")
         environment, container = self._environment(session, reward_file), f"dora-{session['session']}"
         keeper = asyncio.create_task(_renew_lease(client, session["session"], session["lease_s"] / 3))
+        end_s = asyncio.get_running_loop().time() + self.timeout_s
         try:
             with output.open("wb") as file:
                 command = self.command
                 if self.image is not None:
                     create = docker_create(self.image, container, environment, command)
-                    if status := await create_container(create, environment, file, self.timeout_s):
-                        return CommandEnd(failure=f"docker create: exit status {status}")
+                    if failure := await create_container(create, environment, file, self.timeout_s):
+                        return CommandEnd(failure=failure)
                     command = ["docker", "start", "--attach", container]
                 process = await _start(command, environment, stdout=file, stderr=file)
-            failure = await self._wait(process, keeper)
+            failure = await self._wait(process, keeper, end_s)
         finally:
             keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
             if self.image is not None and not await _remove_container(container):
                 self.report(f"docker rm {container} takes over {REMOVAL_S:g} s: remove the container")
         return CommandEnd(failure=failure) if failure else CommandEnd(_read_reward(reward_file, output))
 
-    async def _wait(self, process: Process, keeper: asyncio.Task[None]) -> str:
-        """Wait for a command; returns how it failed, or "". Raises ServiceError if its session has ended."""
+    async def _wait(self, process: Process, keeper: asyncio.Task[None], end_s: float) -> str:
+        """Wait for a command until `end_s` of the loop's clock; returns how it failed, or "".
+
+        Raises ServiceError if its session has ended.
+        """
         waiter = asyncio.create_task(process.wait())
+        left_s = max(0.0, end_s - asyncio.get_running_loop().time())
         try:
             done, _ = await asyncio.wait(
-                {waiter, keeper}, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED
+                {waiter, keeper}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
             )
             if keeper in done:
                 keeper.result()
@@ -208,8 +215,8 @@ def docker_create(
 
 async def create_container(
     command: Sequence[str], environment: Mapping[str, str], errors: BinaryIO, timeout_s: float
-) -> int:
-    """Run `docker create`; returns its exit status.
+) -> str:
+    """Run `docker create`; returns how it failed, or "".
 
     Also when cancelled it first waits for Docker, up to REMOVAL_S: a container that is created after its
     removal would stay.
@@ -217,13 +224,16 @@ async def create_container(
     process = await _start(command, environment, stdout=asyncio.subprocess.DEVNULL, stderr=errors)
     waiter = asyncio.create_task(process.wait())
     try:
-        await asyncio.wait({waiter}, timeout=timeout_s)
+        done, _ = await asyncio.wait({waiter}, timeout=timeout_s)
     finally:
         if not waiter.done():
             await asyncio.wait({waiter}, timeout=REMOVAL_S)
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-    return await waiter
+    status = await waiter
+    if not done:
+        return f"longer than {timeout_s:g} s"
+    return f"docker create: exit status {status}" if status else ""
 
 
 async def _start(

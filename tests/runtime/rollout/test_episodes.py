@@ -15,6 +15,7 @@ from tests.runtime.tiny import completion_of, write_task
 from dora.config import load
 from dora.core.actions import Abort, Generate, Migrate
 from dora.core.events import (
+    EngineJoined,
     EngineLost,
     Event,
     GroupScored,
@@ -65,6 +66,7 @@ class Runner:
         self.turns: list[PolicyTurn] = []
         self.restored: list[SavedEpisode | None] = []
         self.version = 7
+        self.all_wait = True
 
     def start(self, episode: EpisodeId, version: int, saved: SavedEpisode | None = None) -> None:
         assert version == self.version
@@ -77,6 +79,9 @@ class Runner:
     def release(self, episode: EpisodeId) -> None:
         assert episode not in self.released
         self.released.append(episode)
+
+    def all_wait_for_turns(self) -> bool:
+        return self.all_wait
 
     def check_deadlines(self) -> None: ...
 
@@ -92,6 +97,7 @@ class Engines:
         self.sent: list[tuple[int, object]] = []
         self.migrated: list[Request] = []
         self.is_moving = False
+        self.num_restarting = 0
 
     def send(self, engine: int, message: object) -> bool:
         if engine in self.workers:
@@ -398,36 +404,67 @@ def test_an_episode_without_an_engine_ends_its_session_after_a_while(driver: Dri
     assert driver.runner.started[FIRST] != episode
 
 
+def released_after(driver: Driver, seconds: float) -> list[EpisodeId]:
+    driver.episodes.check_deadlines()
+    driver.clock._ran_s += seconds
+    driver.episodes.check_deadlines()
+    return driver.runner.released
+
+
+def get_stuck(driver: Driver, is_rewarded: bool = False) -> tuple[EpisodeId, EpisodeId]:
+    """Two episodes lose engine 0, and two without an agent have all rows of engine 1. Returns the lost ones.
+
+    The second is shorter, although the current request of the first, a branch, has no tokens. `is_rewarded`:
+    the agent of the second has posted its reward, and waits for nothing.
+    """
+    for engine in driver.engines.workers:
+        driver.episodes.on_event(EngineJoined(engine, 2, 1))
+    driver.start(FIRST, SECOND)
+    driver.report(FIRST, 0, [5, 6])
+    branching = driver.generate_turn(num_left=MAX_TOKENS - 2)
+    driver.reply(EpisodeBranched(branching, 0, (1, 2, 5, 3, 3), num_new=2, parent=3))
+    first = completion_of(FIRST, [5, 6], [-1.0, -2.0], (Chunk(7, "digest", 2),))
+    driver.episodes.on_engine_message(0, m.RequestsCompleted([first], NO_USAGE))
+    shorter = driver.generate_turn(SECOND, num_left=MAX_TOKENS - 2)
+    driver.reply(EpisodeEnded(shorter, 0, 1.0) if is_rewarded else EpisodeObservation(shorter, 0, (4,)))
+    driver.episodes.generate(Generate(1, 7, (RequestId(0, 4, 0), RequestId(0, 4, 1))))
+    driver.lose_engine()
+    return branching, shorter
+
+
 def test_an_agent_is_freed_soon_if_all_agents_wait_for_engines_and_all_engines_for_agents(
     driver: Driver,
 ) -> None:
     """One of them, that of the shortest episode: the others continue in the rows that it frees."""
-    others = [RequestId(0, 4, 0), RequestId(0, 4, 1)]
-    driver.start(FIRST, SECOND)
-    driver.report(FIRST, 0, [5, 6])
-    episode = driver.generate_turn(num_left=MAX_TOKENS - 2)
-    shorter = driver.runner.started[SECOND]
-    driver.episodes.generate(Generate(1, 7, tuple(others)))
-    driver.reply(EpisodeStarted(driver.runner.started[others[0]], (1, 2)))
-    driver.lose_engine()
+    branching, shorter = get_stuck(driver)
+    assert released_after(driver, 4.0) == []
+    assert released_after(driver, 1.5) == [shorter]
+    assert released_after(driver, 4.0) == [shorter]
+    assert released_after(driver, 1.5) == [shorter, branching]
 
-    def released_after(seconds: float) -> list[EpisodeId]:
-        driver.episodes.check_deadlines()
-        driver.clock._ran_s += seconds
-        driver.episodes.check_deadlines()
-        return driver.runner.released
 
-    assert released_after(9.0) == [], "the agent of another episode ends it sooner or later"
-    driver.generate_turn(others[0], engine=1)
-    driver.reply(EpisodeEnded(driver.runner.started[others[0]], 0, 1.0))
-    driver.episodes.on_engine_message(
-        1, m.RequestsCompleted([completion_of(others[0], [5], [-1.0], (Chunk(7, "digest", 1),))], NO_USAGE)
-    )
-    driver.runner.released.clear()
-    assert released_after(4.0) == []
-    assert released_after(1.5) == [shorter]
-    assert released_after(4.0) == [shorter]
-    assert released_after(1.5) == [shorter, episode]
+def test_the_freed_agent_is_one_that_waits(driver: Driver) -> None:
+    branching, _ = get_stuck(driver, is_rewarded=True)
+    assert released_after(driver, 5.5) == [branching]
+
+
+@pytest.mark.parametrize("what", ["agent", "generating", "row", "replacement", "start"])
+def test_no_agent_is_freed_soon_if_a_row_may_become_free_without_it(driver: Driver, what: str) -> None:
+    lost = get_stuck(driver)
+    match what:
+        case "agent":
+            driver.runner.all_wait = False
+        case "generating":
+            driver.reply(EpisodeStarted(driver.runner.started[RequestId(0, 4, 0)], (1, 2)))
+        case "row":  # of an engine that still loads the version
+            driver.engines.workers[2] = None
+            driver.episodes.on_event(EngineJoined(2, 1, 1))
+        case "replacement":
+            driver.engines.num_restarting = 1
+        case "start":
+            driver.engines.workers[2] = None
+    assert released_after(driver, 50.0) == []
+    assert {*released_after(driver, 11.0)} == {*lost}, "after service.session_timeout_s"
 
 
 @pytest.mark.parametrize("reason", ["no report", "other weights", "other backend", "other version"])

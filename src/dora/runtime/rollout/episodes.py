@@ -24,7 +24,9 @@ from numpy.typing import NDArray
 from dora.config.schema import Config
 from dora.core.actions import Abort, Generate, Migrate
 from dora.core.events import (
+    EngineJoined,
     EngineLost,
+    EngineRemoved,
     Event,
     Migrated,
     MigrationFailed,
@@ -45,7 +47,9 @@ from dora.runtime.rollout.partial_outputs import SavedEpisode
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
 
-MAX_STUCK_S = 5.0  # in which agents between two episodes open a session, see `Episodes._overdue`
+MAX_STUCK_S = (
+    5.0  # in which an agent that the service does not know opens a session, see `Episodes._is_stuck`
+)
 
 
 class EpisodeId(NamedTuple):
@@ -158,6 +162,9 @@ class EpisodeRunner(Protocol):
     def release(self, episode: EpisodeId) -> None:
         """Forget an episode: it has finished or failed, its group has, or it restarts after a loss."""
 
+    def all_wait_for_turns(self) -> bool:
+        """Whether nobody who could start or end an episode acts before the model has generated a turn."""
+
     def check_deadlines(self) -> None:
         """Fail episodes that have timed out. The driver calls this a few times a second."""
 
@@ -196,6 +203,12 @@ class _Episode:
     failure: str = ""  # why it fails, possibly after the turn in progress
     lost_at_s: float | None = None  # since when it has no engine
 
+    @property
+    def num_tree_tokens(self) -> int:
+        """Tokens of the tree without the first prompt and the turn in progress."""
+        num_tokens = self.num_tokens if self.request is not None else 0  # else `parts` has them
+        return num_tokens + sum(len(part.completion.token_ids) + part.next.num_new for part in self.parts)
+
 
 class Episodes:
     """Executes actions about requests. With a `runner` each request is an episode, else it has one turn."""
@@ -214,7 +227,8 @@ class Episodes:
         self.runner = runner
         self._episodes: dict[RequestId, _Episode] = {}
         self._aborted_while_migrating: set[RequestId] = set()  # until they are aborted on their new engine
-        self._stuck_since_s: float | None = None  # since when only agents without an engine could free a row
+        self._num_places: dict[int, int] = {}  # engine -> how many requests it may have
+        self._stuck_since_s: float | None = None
         self._attempts = count()
 
     # actions of the orchestrator
@@ -282,7 +296,12 @@ class Episodes:
                 for request in requests:
                     self._partial_outputs.forget(request)
                     self._sample_book.failed_episodes.discard(request)
+            case EngineJoined(engine, num_rows):
+                self._num_places[engine] = num_rows + self._setup.config.num_queued
+            case EngineRemoved(engine):
+                self._num_places.pop(engine, None)
             case EngineLost(engine):
+                self._num_places.pop(engine, None)
                 lost = [episode for episode in self._episodes.values() if episode.engine == engine]
                 for episode in lost:
                     episode.lost_at_s = self._clock.now_s
@@ -428,22 +447,33 @@ class Episodes:
     def _overdue(self) -> list[_Episode]:
         """Episodes that restart, so that the agents in their sessions open others.
 
-        An episode has no engine for as long as a session without a request may last. Or all episodes on
-        engines wait for agents, and all agents for engines: then no row becomes free before an agent does,
-        and the shortest episode restarts.
+        An episode has no engine for as long as a session without a request may last. Or no row becomes free
+        before an agent does: then the shortest episode whose agent waits restarts.
         """
         timeout_s, now_s = self._setup.config.service.session_timeout_s, self._clock.now_s
-        placed = [each for each in self._episodes.values() if each.lost_at_s is None]
         lost = [(each.lost_at_s, each) for each in self._episodes.values() if each.lost_at_s is not None]
-        started = [each for _, each in lost if each.request is not None]
-        if not (started and placed) or any(each.request or each.branch for each in placed):
+        waiting = [each for _, each in lost if each.branch or (each.request and not each.is_ending)]
+        if not (waiting and self._is_stuck()):
             self._stuck_since_s = None
         elif self._stuck_since_s is None:
             self._stuck_since_s = now_s
         elif now_s > self._stuck_since_s + MAX_STUCK_S:
             self._stuck_since_s = None
-            return [min(started, key=lambda episode: episode.num_tokens)]
+            return [min(waiting, key=lambda episode: episode.num_tree_tokens)]
         return [each for lost_at_s, each in lost if now_s > lost_at_s + timeout_s]
+
+    def _is_stuck(self) -> bool:
+        """Whether episodes without an agent have all places of all engines, no engine starts, and all agents
+        wait for turns.
+        """
+        placed = [each for each in self._episodes.values() if each.lost_at_s is None]
+        is_starting = self._engine_pool.num_restarting or self._engine_pool.workers.keys() != {
+            *self._num_places
+        }
+        if is_starting or len(placed) < sum(self._num_places.values()):
+            return False
+        is_generating = any(each.request or each.branch for each in placed)
+        return not is_generating and self.runner is not None and self.runner.all_wait_for_turns()
 
     def _make_request(
         self, episode: _Episode, prompt_ids: tuple[int, ...], max_turn_tokens: int | None

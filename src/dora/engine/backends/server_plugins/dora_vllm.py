@@ -135,17 +135,16 @@ class TokenMiddleware:
 
 def _list_weights_in_each_event() -> None:
     """vLLM lists them in the last event of a response only, which does not come if the server is killed."""
-    if (processor := sys.modules.get("vllm.v1.engine.output_processor")) is None:
-        return
-    state = processor.RequestState
-    make_output = state._new_completion_output
+    from vllm.v1.engine.output_processor import RequestState  # type: ignore[import-not-found]
+
+    make_output = RequestState._new_completion_output
 
     def make_output_with_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = make_output(self, *args, **kwargs)
         output.weight_versions = self._weight_version_spans()
         return output
 
-    state._new_completion_output = make_output_with_weights
+    RequestState._new_completion_output = make_output_with_weights
 
 
 async def _call_utility(scope: AsgiMessage, receive: AsgiReceive, send: AsgiSend) -> None:
