@@ -252,13 +252,13 @@ def test_a_container_is_removed_only_after_docker_has_created_it(tmp_path: Path)
         with (tmp_path / "errors").open("wb") as errors:
             creating = asyncio.create_task(create_container(["sh", "-c", script], {}, errors, 60.0))
             await asyncio.to_thread(began.read_text)
-            await asyncio.wait({creating}, timeout=0.05)  # until it waits for the process
             creating.cancel()
             await asyncio.wait({creating}, timeout=0.05)
             assert not creating.done()
-            await asyncio.to_thread(may_end.write_text, "now\n")
-            with pytest.raises(asyncio.CancelledError):
-                await creating
+            with may_end.open("r+b", buffering=0) as pipe:  # "r+": does not wait for its reader
+                pipe.write(b"now\n")
+                with pytest.raises(asyncio.CancelledError):
+                    await creating
             assert container.exists()
 
     asyncio.run(cancel_while_it_is_created())

@@ -221,18 +221,25 @@ async def create_container(
     Also when cancelled it first waits for Docker, up to REMOVAL_S: a container that is created after its
     removal would stay.
     """
-    process = await _start(command, environment, stdout=asyncio.subprocess.DEVNULL, stderr=errors)
-    waiter = asyncio.create_task(process.wait())
+    creating = asyncio.create_task(_create_container(command, environment, errors))
     try:
-        done, _ = await asyncio.wait({waiter}, timeout=timeout_s)
+        return await asyncio.wait_for(asyncio.shield(creating), timeout_s)
+    except TimeoutError:
+        return f"longer than {timeout_s:g} s"
     finally:
-        if not waiter.done():
-            await asyncio.wait({waiter}, timeout=REMOVAL_S)
+        await asyncio.wait({creating}, timeout=REMOVAL_S)
+        creating.cancel()
+        await asyncio.gather(creating, return_exceptions=True)
+
+
+async def _create_container(command: Sequence[str], environment: Mapping[str, str], errors: BinaryIO) -> str:
+    process = await _start(command, environment, stdout=asyncio.subprocess.DEVNULL, stderr=errors)
+    try:
+        await process.wait()
+    finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-    status = await waiter
-    if not done:
-        return f"longer than {timeout_s:g} s"
+        status = await process.wait()
     return f"docker create: exit status {status}" if status else ""
 
 
