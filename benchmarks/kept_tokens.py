@@ -119,10 +119,11 @@ class KilledRun:
     def kill_all(self) -> None:
         """Kill the driver and all workers, and resume the run."""
         journal = self.out / "journal.jsonl"
+        killed_s = time.time()
         self._attempt.kill()
         last = [line for line in journal.read_text().split("\n")[:-1] if line.startswith("{")][-1]
         began_s = json.loads(last)["t_s"] - journal.stat().st_mtime
-        self.killed_at_s.append(began_s + time.time())
+        self.killed_at_s.append(began_s + killed_s)
         self._attempt = Attempt(self.out, ["--resume", self.out])
         self._wait_for_workers()
 

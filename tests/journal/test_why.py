@@ -74,7 +74,7 @@ def test_a_request_with_kept_tokens_continues_unless_these_are_lost() -> None:
         Generate(1, 0, (FIRST, SECOND)),
         EngineLost(1, "killed", kept),
         Generate(2, 0, (FIRST, SECOND)),
-        OutputsLost(kept),
+        OutputsLost((FIRST,)),
         Resumed(0, (), (), kept_tokens=kept),
     ]
     lines = [JournalLine(number, 0.0, record) for number, record in enumerate(records)]

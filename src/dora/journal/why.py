@@ -95,10 +95,8 @@ def _concerned(
     match record:
         case RequestFinished() | RequestFailed() | Migrate() | Migrated() | MigrationFailed():
             return [readers[record.request]] if record.request in readers else ()
-        case Generate() | Abort() | RequestsAborted() | ReportStall():
+        case Generate() | Abort() | RequestsAborted() | OutputsLost() | ReportStall():
             return [readers[request] for request in record.requests if request in readers]
-        case OutputsLost():
-            return [readers[request] for request, _ in record.kept_tokens if request in readers]
         case Admit() | GroupScored() | ScoringFailed() | Filter() | Fail() | Commit():
             return siblings.get(record.group, ())
         case DecodeOnly() | EnginePaused() | ResumeEngine() | EngineLost():
