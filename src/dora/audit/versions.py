@@ -85,31 +85,19 @@ class VersionAudit:
                 held.discard(version)
             case EngineJoined():
                 self._on_joined(record)
-            case EngineLost(engine, _, kept_tokens):
-                self.num_losses += 1
-                for request in [r for r, e in self.owners.items() if e == engine]:
-                    self._count_kept(request, dict(kept_tokens).get(request, 0))
-                    self._aborting.discard(request)
-                self._close_engine(engine)
-                self._lost.add(engine)
-                self.owners = {r: e for r, e in self.owners.items() if e != engine}
+            case EngineLost():
+                self._on_lost(record)
             case EngineRemoved(engine):
                 self._close_engine(engine)
                 owned = [str(r) for r, e in sorted(self.owners.items()) if e == engine]
                 self._check(not owned, f"engine {engine} was removed with the requests {', '.join(owned)}")
             case OutputsLost(requests):
-                for request in requests:
-                    if request in self._num_kept:
-                        self._count_kept(request, 0)
+                self._lose_kept(requests)
             case ProgressReported(engine, lengths):
-                for request, num_tokens in lengths:
-                    if self.owners.get(request) == engine and num_tokens:
-                        self._num_tokens[request] = num_tokens
-                        self._num_kept.pop(request, None)
+                self._on_progress(engine, lengths)
             case RequestFailed(_, request):
                 self.owners.pop(request, None)
-                if request in self._num_kept:
-                    self._count_kept(request, 0)
+                self._lose_kept([request])
                 self._forget_tokens(request)
             case Fail(group):
                 for request in [request for request in self._num_kept if request.group == group]:
@@ -153,6 +141,16 @@ class VersionAudit:
                 is_lost, f"engine {event.engine} replaces engine {event.replaces}, which was not lost"
             )
             self._lost.discard(event.replaces)
+
+    def _on_lost(self, event: EngineLost) -> None:
+        self.num_losses += 1
+        kept_tokens = dict(event.kept_tokens)
+        for request in [request for request, engine in self.owners.items() if engine == event.engine]:
+            self._count_kept(request, kept_tokens.get(request, 0))
+            self._aborting.discard(request)
+        self._close_engine(event.engine)
+        self._lost.add(event.engine)
+        self.owners = {r: engine for r, engine in self.owners.items() if engine != event.engine}
 
     def _close_engine(self, engine: int) -> None:
         """The versions of a lost or removed engine are dropped; its migrations must have ended before."""
@@ -207,6 +205,18 @@ class VersionAudit:
         self.num_restarted += num_known > 0 and not num_kept
         if num_kept:
             self._num_kept[request] = num_kept
+
+    def _lose_kept(self, requests: Iterable[RequestId]) -> None:
+        """Requests restart from their prompts; tokens that were counted as kept are lost."""
+        for request in requests:
+            if request in self._num_kept:
+                self._count_kept(request, 0)
+
+    def _on_progress(self, engine: int, lengths: Iterable[tuple[RequestId, int]]) -> None:
+        for request, num_tokens in lengths:
+            if self.owners.get(request) == engine and num_tokens:
+                self._num_tokens[request] = num_tokens
+                self._num_kept.pop(request, None)
 
     def _forget_tokens(self, request: RequestId) -> None:
         self._num_tokens.pop(request, None)
