@@ -6,7 +6,7 @@ The check follows each version's digest from its publication into the engines, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from dora.core.actions import Abort, Action, Admit, Drop, Fail, Generate, Migrate, StartEvaluation
 from dora.core.events import (
