@@ -298,7 +298,7 @@ def _transfer_lines(ratios: Mapping[str, float]) -> list[Line]:
 def measured_faults() -> str:
     """Faults in real runs, and other runtimes and engines."""
     found, rows, cluster = _ratios("faults"), _read("faults")["rows"], _ratios("cluster")
-    kept = _read("kept_tokens")["rows"]
+    kept, cost = _read("kept_tokens")["rows"], _ratios("kept_tokens")
     recovery = {row["kind"]: row["recovery_s_p50"] for row in rows}
     vllm, sglang = _ratios("vllm_fleet"), _ratios("sglang_fleet")
     return _table(
@@ -308,6 +308,14 @@ def measured_faults() -> str:
                 f"{kept[0]['max_lost_s']:.2f} s; {kept[1]['max_lost_s']:.2f} s",
                 f"{kept[0]['kills']} and {kept[1]['kills']} kills, medians {kept[0]['median_lost_s']:.2f} "
                 f"and {kept[1]['median_lost_s']:.2f} s; `dora audit` found nothing",
+                "kept_tokens",
+            ),
+            Line(
+                "CPU time of a trained token with reports of unfinished responses, over without; throughput",
+                f"{cost['CPU time of a token with reports / without, median of pairs']:.2f}; "
+                f"{cost['throughput with reports / without, median of pairs']:.2f} times",
+                f"medians of {kept[2]['runs']} pairs of runs, a report every "
+                f"{kept[2]['output_interval_s']:g} s",
                 "kept_tokens",
             ),
             Line(
