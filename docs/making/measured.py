@@ -307,7 +307,8 @@ def measured_faults() -> str:
                 "time that a response lost at most when its engine was killed; when everything was",
                 f"{kept[0]['max_lost_s']:.2f} s; {kept[1]['max_lost_s']:.2f} s",
                 f"{kept[0]['kills']} and {kept[1]['kills']} kills, medians {kept[0]['median_lost_s']:.2f} "
-                f"and {kept[1]['median_lost_s']:.2f} s; `dora audit` found nothing",
+                f"and {kept[1]['median_lost_s']:.2f} s; upper bounds, with the time until the loss was noticed; "
+                "`dora audit` found nothing",
                 "kept_tokens",
             ),
             Line(
@@ -315,7 +316,8 @@ def measured_faults() -> str:
                 f"{cost['CPU time of a token with reports / without, median of pairs']:.2f}; "
                 f"{cost['throughput with reports / without, median of pairs']:.2f} times",
                 f"medians of {kept[2]['runs']} pairs of runs, a report every "
-                f"{kept[2]['output_interval_s']:g} s",
+                f"{kept[2]['output_interval_s']:g} s; the throughput of equal runs differed by up to "
+                f"{kept[3]['max_tokens_per_s'] / kept[3]['min_tokens_per_s']:.1f} times",
                 "kept_tokens",
             ),
             Line(
