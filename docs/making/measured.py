@@ -307,8 +307,8 @@ def measured_faults() -> str:
                 "time that a response lost at most when its engine was killed; when everything was",
                 f"{kept[0]['max_lost_s']:.2f} s; {kept[1]['max_lost_s']:.2f} s",
                 f"{kept[0]['kills']} and {kept[1]['kills']} kills, medians {kept[0]['median_lost_s']:.2f} "
-                f"and {kept[1]['median_lost_s']:.2f} s; upper bounds, with the time until the loss was noticed; "
-                "`dora audit` found nothing",
+                f"and {kept[1]['median_lost_s']:.2f} s; upper bounds, with the time until the loss was "
+                "noticed; `dora audit` found nothing",
                 "kept_tokens",
             ),
             Line(
