@@ -1,11 +1,12 @@
 """SIGKILL of an engine or of a whole run: how many tokens unfinished responses keep, and what keeping costs.
 
 kills: one run of long responses on paced engines. Every few seconds an engine is killed, which the run
-replaces, or the driver with all workers, after which the run is resumed. The journal says how many tokens
-each response of a lost engine keeps. A response had lost tokens if it was longer: as long as last reported,
-and one token more for each step since then, which is an upper bound. lost_s is the time that an engine takes
-for the most tokens that one response lost. At the end `dora audit` checks the run; findings make the exit
-code 1.
+replaces, or the driver with all workers, after which the run is resumed. A thread notes when the file of
+partial outputs has the tokens of each response (it looks every 5 ms). The journal says how many tokens each
+response of a killed engine keeps. lost_s is the time from when the file had these tokens to the kill, of the
+response for which it is longest; a response that an engine got only after that counts from then. An engine
+has a pace of 50 ms per token, so lost_tokens is an upper bound. At the end `dora audit` checks the run;
+findings make the exit code 1.
 
 cost: short runs on engines without a pace, in turns with the default of `runtime.output_interval_s` and
 with 0, which is without reports. Other load on the machine affects the CPU time of the run's processes less
@@ -17,14 +18,16 @@ than its throughput.
 from __future__ import annotations
 
 import json
+import os
 import random
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,10 +37,14 @@ from resume import COMMAND, Attempt
 
 from dora.audit import audit
 from dora.config.schema import RuntimeSection
+from dora.core.types import RequestId
+from dora.engine.messages import OutputPart
+from dora.runtime.rollout.partial_outputs import FILE_NAME, read_records
 from report import Row, make_parser, options_of, publish
 
 STEP_S = 0.05  # of an engine
 NUM_ENGINES, ROWS = 3, 4
+WATCH_S = 0.005
 ENGINE, RUN = "an engine", "the whole run"
 CONFIG = f"""
 [run]
@@ -79,13 +86,16 @@ COST_SETTINGS = {
 
 @dataclass(frozen=True)
 class Loss:
-    """Unfinished responses that lost their engine."""
+    """The engines of unfinished responses were killed. `lost_s` has each response that keeps tokens."""
 
     killed: str
-    num_responses: int
     kept_tokens: int
-    lost_tokens: float
-    most_lost: float  # tokens of one response
+    lost_s: tuple[float, ...]
+
+
+class Kill(NamedTuple):
+    killed: str
+    at_s: float
 
 
 class Cost(NamedTuple):
@@ -103,13 +113,14 @@ class KilledRun:
         self.out = folder / "run"
         self._attempt = Attempt(self.out, [folder / "run.toml", "--out", self.out])
         self._engines: list[psutil.Process] = []
-        self.killed_at_s: list[float] = []  # of the whole run, by the run's clock
+        self.kills: list[Kill] = []
         self._wait_for_workers()
 
     def kill_engine(self) -> None:
         """Kill an engine, and wait for its replacement."""
         engine = random.choice(self._engines)
         known = {*self._workers()}
+        self.kills.append(Kill(ENGINE, time.time()))
         engine.kill()
         self._engines.remove(engine)
         while not (new := {*self._workers()} - known):
@@ -118,12 +129,8 @@ class KilledRun:
 
     def kill_all(self) -> None:
         """Kill the driver and all workers, and resume the run."""
-        journal = self.out / "journal.jsonl"
-        killed_s = time.time()
+        self.kills.append(Kill(RUN, time.time()))
         self._attempt.kill()
-        last = [line for line in journal.read_text().split("\n")[:-1] if line.startswith("{")][-1]
-        began_s = json.loads(last)["t_s"] - journal.stat().st_mtime
-        self.killed_at_s.append(began_s + killed_s)
         self._attempt = Attempt(self.out, ["--resume", self.out])
         self._wait_for_workers()
 
@@ -143,52 +150,110 @@ class KilledRun:
         return sorted(workers, key=lambda child: (child.create_time(), child.pid))
 
 
-def losses(journal: Path, killed_at_s: list[float]) -> Iterator[Loss]:
-    """What was lost each time, in order."""
-    reported: dict[int, dict[tuple[int, ...], tuple[int, float]]] = {}  # engine -> request -> tokens, time
-    kills = iter(killed_at_s)
-    for text in journal.read_text().split("\n")[:-1]:
+class Tail:
+    """The bytes of a growing file that were not taken yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._inode, self._offset, self._rest = path, 0, 0, b""
+
+    def take(self, find_end: Callable[[bytes], int]) -> bytes:
+        """What is new, up to the end of its last whole record, which `find_end` finds."""
+        try:
+            with self._path.open("rb") as file:
+                state = os.fstat(file.fileno())
+                if state.st_ino != self._inode:
+                    self._inode, self._offset, self._rest = state.st_ino, 0, b""
+                if state.st_size < self._offset:  # a resumed run cuts a torn line off
+                    self._offset, self._rest = state.st_size, b""
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return b""
+        self._offset += len(new)
+        data = self._rest + new
+        end = find_end(data)
+        self._rest = data[end:]
+        return data[:end]
+
+
+def end_of_lines(data: bytes) -> int:
+    return data.rfind(b"\n") + 1
+
+
+def end_of_records(data: bytes) -> int:
+    """A record is a checksum, its number of bytes, and these."""
+    end = 0
+    while (start := end + 8) <= len(data):
+        stop = start + int.from_bytes(data[end + 4 : start], "little")
+        if stop > len(data):
+            break
+        end = stop
+    return end
+
+
+class Watch(threading.Thread):
+    """Notes when the files of a run get lines of the journal and tokens of unfinished outputs."""
+
+    def __init__(self, out: Path) -> None:
+        super().__init__(daemon=True)
+        self.lines: list[tuple[float, str]] = []
+        self.kept_s: dict[tuple[RequestId, int], float] = {}  # request, number of kept tokens -> since when
+        self._journal, self._outputs = Tail(out / "journal.jsonl"), Tail(out / FILE_NAME)
+        self._is_over = threading.Event()
+
+    def run(self) -> None:
+        while not self._is_over.wait(WATCH_S):
+            now_s = time.time()
+            self.lines += [(now_s, line) for line in self._journal.take(end_of_lines).decode().splitlines()]
+            for request, record in read_records(self._outputs.take(end_of_records)):
+                if isinstance(record, OutputPart):
+                    self.kept_s.setdefault((request, record.start + len(record.token_ids)), now_s)
+
+    def stop(self) -> None:
+        self._is_over.set()
+        self.join()
+
+
+def losses(watch: Watch, kills: Iterable[Kill]) -> Iterator[Loss]:
+    """What was lost by each kill."""
+    placed: dict[RequestId, tuple[int, float]] = {}  # request -> engine, since when
+    at_s = {killed: iter([kill.at_s for kill in kills if kill.killed == killed]) for killed in (ENGINE, RUN)}
+    for line_s, text in watch.lines:
         line: dict[str, Any] = json.loads(text)
         match line.get("kind"):
-            case "progress_reported":
-                own = reported[line["engine"]] = {}
-                own |= {tuple(request): (num, line["t_s"]) for request, num in line["lengths"]}
-            case "request_finished" | "request_failed":
-                reported.get(line["engine"], {}).pop(tuple(line["request"]), None)
-            case "engine_lost":
-                yield _loss(ENGINE, reported.pop(line["engine"], {}), line["t_s"], line["kept_tokens"])
-            case "resumed":
-                running = {request: own for each in reported.values() for request, own in each.items()}
-                yield _loss(RUN, running, next(kills), line["kept_tokens"])
-                reported.clear()
-
-
-def _loss(
-    killed: str, reported: dict[tuple[int, ...], tuple[int, float]], at_s: float, kept_tokens: list[Any]
-) -> Loss:
-    kept = {tuple(request): num for request, num in kept_tokens}
-    lost = [
-        max(0.0, num + (at_s - then_s) / STEP_S - kept.get(request, 0))
-        for request, (num, then_s) in reported.items()
-    ]
-    return Loss(killed, len(reported), sum(kept.values()), sum(lost), max(lost, default=0.0))
+            case "generate":
+                placed |= {RequestId(*request): (line["engine"], line_s) for request in line["requests"]}
+            case "migrated":
+                request = RequestId(*line["request"])
+                placed[request] = (line["destination"], placed[request][1])
+            case "engine_lost" | "resumed" as kind:
+                killed = ENGINE if kind == "engine_lost" else RUN
+                kill_s, lost_s = next(at_s[killed]), list[float]()
+                kept = [(RequestId(*request), num) for request, num in line["kept_tokens"]]
+                for request, num in kept:
+                    if request in placed:  # else it had lost its engine before
+                        since_s = max(watch.kept_s[request, num], placed[request][1])
+                        lost_s.append(max(0.0, kill_s - since_s))
+                yield Loss(killed, sum(num for _, num in kept), tuple(lost_s))
+                lost_engine = line.get("engine")
+                placed = {r: each for r, each in placed.items() if lost_engine not in (None, each[0])}
 
 
 def rows_of(found: list[Loss]) -> list[Row]:
     rows: list[Row] = []
     for killed in (ENGINE, RUN):
         own = [loss for loss in found if loss.killed == killed]
-        if own:
-            lost_s = [loss.most_lost * STEP_S for loss in own]
+        if longest := [max(loss.lost_s) for loss in own if loss.lost_s]:
             rows.append(
                 {
                     "killed": killed,
                     "kills": len(own),
-                    "responses": sum(loss.num_responses for loss in own),
+                    "kills_with_kept_tokens": len(longest),
+                    "responses": sum(len(loss.lost_s) for loss in own),
                     "kept_tokens": sum(loss.kept_tokens for loss in own),
-                    "lost_tokens": sum(loss.lost_tokens for loss in own),
-                    "median_lost_s": statistics.median(lost_s),
-                    "max_lost_s": max(lost_s),
+                    "lost_tokens": sum(sum(loss.lost_s) for loss in own) / STEP_S,
+                    "median_lost_s": statistics.median(longest),
+                    "max_lost_s": max(longest),
                 }
             )
     return rows
@@ -244,14 +309,16 @@ def measure_kills(num_kills: int) -> tuple[list[Row], dict[str, float], tuple[st
     random_s = random.Random(0)
     random.seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        run = KilledRun(Path(folder))
+        run, watch = KilledRun(Path(folder)), Watch(Path(folder, "run"))
+        watch.start()
         for number in range(num_kills):
             time.sleep(random_s.uniform(2.0, 4.0))
             run.kill_all() if number % 5 == 4 else run.kill_engine()
         time.sleep(3.0)
         run.stop()
+        watch.stop()
         result = audit.check(run.out)
-        found = list(losses(run.out / "journal.jsonl", run.killed_at_s))
+        found = list(losses(watch, run.kills))
     for finding in result.findings:
         print(finding)
     counts = result.counts

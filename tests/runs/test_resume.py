@@ -24,7 +24,7 @@ from dora.errors import InputError
 from dora.model.pretrained import save_pretrained
 from dora.model.weights import initial_weights
 from dora.runtime.recovery.resume import read_recorded_journal
-from dora.runtime.rollout.partial_outputs import FILE_NAME, _read
+from dora.runtime.rollout.partial_outputs import FILE_NAME, read_records
 from dora.runtime.run import resume
 
 
@@ -90,7 +90,7 @@ def test_unfinished_outputs_continue_from_their_last_durable_token(
     run.wait_until(lambda: path.is_file() and path.stat().st_size > 2000, "durable tokens")
     resumable.kill_after(run, 0)
     killed_at = len(journal(resumable.out))
-    found = [part for _, part in _read(path.read_bytes()) if isinstance(part, OutputPart)]
+    found = [part for _, part in read_records(path.read_bytes()) if isinstance(part, OutputPart)]
     parts = {part.request: part.start + len(part.token_ids) for part in found}
     assert resumable.resume(engine__min_step_time="400ms").end().code == 0
     first: dict[tuple[int, ...], int] = {}

@@ -196,30 +196,6 @@ def test_an_expired_session_without_a_turn_leaves_its_episode_to_the_next_agent(
     assert run.replies() == []
 
 
-def test_all_agents_wait_only_if_the_model_has_the_turn_in_as_many_sessions_as_ever(run: FakeRun) -> None:
-    """Else an agent may end its episode, or is between two and about to open a session."""
-    other = EpisodeId(RequestId(0, 3, 0), 0)
-    for episode in (EPISODE, other):
-        run.agents.start(episode, version=4)
-    call = TurnRequest((ChatMessage("user", "13:"),))
-    first, second = (run.agents.open(name) for name in "ab")
-    assert first is not None
-    assert second is not None
-    run.agents.complete("a", call)
-    assert not run.agents.all_wait_for_turns(), "the other agent is about to send its first message"
-    run.agents.complete("b", call)
-    assert run.agents.all_wait_for_turns()
-    run.agents.on_turn(PolicyTurn(first.episode, 0, [*ids(run, "7")], "stop", 20))
-    assert not run.agents.all_wait_for_turns(), "an agent has its turn"
-    run.agents.finish("a", 1.0)
-    assert not run.agents.all_wait_for_turns(), "an agent is between two episodes"
-    run.agents.release(first.episode)
-    assert not run.agents.all_wait_for_turns()
-    run.agents.start(EpisodeId(RequestId(0, 4, 0), 1), version=4)
-    run.agents.open_with("c", call)
-    assert run.agents.all_wait_for_turns()
-
-
 def test_a_disconnected_agent_gets_no_episode(run: FakeRun) -> None:
     assert disconnect_after(run.app, "PUT", "/v1/sessions/a", wait_s="60") == 429
     run.agents.start(EPISODE, version=0)

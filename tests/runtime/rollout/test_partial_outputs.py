@@ -108,9 +108,9 @@ def test_an_attempt_that_has_failed_is_not_read_again(tmp_path: Path) -> None:
     outputs = PartialOutputs(tmp_path / FILE_NAME)
     outputs.save(SECOND.id, START._replace(num_turns=2, num_tokens=4))
     outputs.add([part(0, 0, 3), part(1, 0, 5)])
-    outputs.restart(SECOND.id)
+    assert outputs.restart(SECOND.id)
     size = (tmp_path / FILE_NAME).stat().st_size
-    outputs.restart(SECOND.id)
+    assert not outputs.restart(SECOND.id)
     assert (tmp_path / FILE_NAME).stat().st_size == size, "there is nothing left to drop"
     resumed = read(tmp_path / FILE_NAME, UNFINISHED)
     assert (lengths(resumed), resumed.saved(SECOND.id)) == ([3, 0], None)
@@ -118,14 +118,6 @@ def test_an_attempt_that_has_failed_is_not_read_again(tmp_path: Path) -> None:
     outputs.add([part(1, 0, 2)])
     resumed = read(tmp_path / FILE_NAME, UNFINISHED, are_episodes=True)
     assert (lengths(resumed), resumed.saved(SECOND.id)) == ([0, 1], START)
-
-
-def test_requests_that_restart_although_they_kept_tokens_are_known(tmp_path: Path) -> None:
-    outputs = PartialOutputs(tmp_path / FILE_NAME)
-    outputs.add([part(1, 0, 3)])
-    outputs.restart(FIRST.id)
-    outputs.restart(SECOND.id)
-    assert (outputs.take_lost(), outputs.take_lost()) == ((SECOND.id,), ())
 
 
 def test_the_file_is_compacted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

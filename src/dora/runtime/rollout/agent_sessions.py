@@ -173,7 +173,6 @@ class AgentSessions:
         self._idle_since_s = 0.0  # last opened session or log line, or start of the wait
         self._waiting: dict[EpisodeId, int] = {}  # episodes without an agent -> version
         self._sessions: dict[str, AgentSession] = {}
-        self._max_open = 0  # sessions at a time so far
         self._ended: OrderedDict[str, AgentSession] = OrderedDict()
         self._no_branches = _why_no_branches(setup.config)
         self.num_branches = 0
@@ -219,7 +218,6 @@ class AgentSessions:
         episode = min(self._waiting, key=lambda episode: self._waiting[episode])
         session = AgentSession(name, episode, self._waiting.pop(episode), self._new_deadline_s)
         self._sessions[name] = session
-        self._max_open = max(self._max_open, len(self._open_sessions))
         self._idle_since_s = self._clock.now_s
         return session
 
@@ -341,14 +339,6 @@ class AgentSessions:
             session.end_reason = session.end_reason or reason
             self._remove(session)
 
-    def all_wait_for_turns(self) -> bool:
-        """Whether as many sessions are open as ever were, and each waits for the model.
-
-        With fewer, an agent may be between two.
-        """
-        sessions = self._open_sessions
-        return len(sessions) == self._max_open and all(each.deadline_s is None for each in sessions)
-
     def check_deadlines(self) -> None:
         """End sessions whose lease has expired, and log that episodes wait while there is no session."""
         for session in [*self._sessions.values()]:
@@ -360,10 +350,6 @@ class AgentSessions:
 
     def close(self) -> None:
         """Do nothing: there are no processes."""
-
-    @property
-    def _open_sessions(self) -> list[AgentSession]:
-        return [session for session in self._sessions.values() if not session.end_reason]
 
     @property
     def _new_deadline_s(self) -> float:

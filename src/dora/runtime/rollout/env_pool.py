@@ -230,10 +230,6 @@ class EnvPool:
                 episodes[episode], slot.made_progress = None, True
                 self._forward(episode, reply)
 
-    def all_wait_for_turns(self) -> bool:
-        """False: environments start episodes by themselves."""
-        return False
-
     def check_deadlines(self) -> None:
         """Replace workers that hang. The worker itself reports a timeout of one environment."""
         now_s, timeout_s = self._supervisor.clock.now_s, self._spec.limits.timeout_s

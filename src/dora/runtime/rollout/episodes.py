@@ -24,9 +24,7 @@ from numpy.typing import NDArray
 from dora.config.schema import Config
 from dora.core.actions import Abort, Generate, Migrate
 from dora.core.events import (
-    EngineJoined,
     EngineLost,
-    EngineRemoved,
     Event,
     Migrated,
     MigrationFailed,
@@ -46,10 +44,6 @@ from dora.runtime.rollout.engine_pool import EnginePool
 from dora.runtime.rollout.partial_outputs import SavedEpisode
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
-
-MAX_STUCK_S = (
-    5.0  # in which an agent that the service does not know opens a session, see `Episodes._is_stuck`
-)
 
 
 class EpisodeId(NamedTuple):
@@ -162,9 +156,6 @@ class EpisodeRunner(Protocol):
     def release(self, episode: EpisodeId) -> None:
         """Forget an episode: it has finished or failed, its group has, or it restarts after a loss."""
 
-    def all_wait_for_turns(self) -> bool:
-        """Whether nobody who could start or end an episode acts before the model has generated a turn."""
-
     def check_deadlines(self) -> None:
         """Fail episodes that have timed out. The driver calls this a few times a second."""
 
@@ -203,12 +194,6 @@ class _Episode:
     failure: str = ""  # why it fails, possibly after the turn in progress
     lost_at_s: float | None = None  # since when it has no engine
 
-    @property
-    def num_tree_tokens(self) -> int:
-        """Tokens of the tree without the first prompt and the turn in progress."""
-        num_tokens = self.num_tokens if self.request is not None else 0  # else `parts` has them
-        return num_tokens + sum(len(part.completion.token_ids) + part.next.num_new for part in self.parts)
-
 
 class Episodes:
     """Executes actions about requests. With a `runner` each request is an episode, else it has one turn."""
@@ -227,8 +212,6 @@ class Episodes:
         self.runner = runner
         self._episodes: dict[RequestId, _Episode] = {}
         self._aborted_while_migrating: set[RequestId] = set()  # until they are aborted on their new engine
-        self._num_places: dict[int, int] = {}  # engine -> how many requests it may have
-        self._stuck_since_s: float | None = None
         self._attempts = count()
 
     # actions of the orchestrator
@@ -296,12 +279,7 @@ class Episodes:
                 for request in requests:
                     self._partial_outputs.forget(request)
                     self._sample_book.failed_episodes.discard(request)
-            case EngineJoined(engine, num_rows):
-                self._num_places[engine] = num_rows + self._setup.config.num_queued
-            case EngineRemoved(engine):
-                self._num_places.pop(engine, None)
             case EngineLost(engine):
-                self._num_places.pop(engine, None)
                 lost = [episode for episode in self._episodes.values() if episode.engine == engine]
                 for episode in lost:
                     episode.lost_at_s = self._clock.now_s
@@ -342,9 +320,7 @@ class Episodes:
         for episode in [each for each in self._episodes.values() if each.branch and each.request is None]:
             self._submit_branch(episode)
         if self._setup.config.service.agents:
-            self._restart_all(self._overdue())
-        if lost := self._partial_outputs.take_lost():
-            self._events.append(OutputsLost(lost))
+            self._restart_overdue()
         if self.runner is not None:
             self.runner.check_deadlines()
 
@@ -423,9 +399,13 @@ class Episodes:
         ids = [request.id for request in requests]
         outputs = self._continuable_outputs(engine, ids, version)
         if self._engine_pool.send(engine, m.SubmitRequests([*requests], outputs)):
-            for request, _ in self._partial_outputs.lengths(ids):
-                if request not in outputs:
-                    self._partial_outputs.restart(request)
+            kept = self._partial_outputs.lengths(ids)
+            self._lose_outputs(request for request, _ in kept if request not in outputs)
+
+    def _lose_outputs(self, requests: Iterable[RequestId]) -> None:
+        """Drop what requests keep that restart from their prompts, without having failed."""
+        if lost := tuple(request for request in requests if self._partial_outputs.restart(request)):
+            self._events.append(OutputsLost(lost))
 
     def _continue(self, episode: _Episode, engine: int) -> None:
         """Submit an episode to another engine, as it was on the lost one."""
@@ -443,37 +423,6 @@ class Episodes:
             prompt_ids = episode.request.prompt_ids
             saved = SavedEpisode(prompt_ids, episode.num_turns, episode.num_tokens, state)
             self._partial_outputs.save(episode.id.request, saved)
-
-    def _overdue(self) -> list[_Episode]:
-        """Episodes that restart, so that the agents in their sessions open others.
-
-        An episode has no engine for as long as a session without a request may last. Or no row becomes free
-        before an agent does: then the shortest episode whose agent waits restarts.
-        """
-        timeout_s, now_s = self._setup.config.service.session_timeout_s, self._clock.now_s
-        lost = [(each.lost_at_s, each) for each in self._episodes.values() if each.lost_at_s is not None]
-        waiting = [each for _, each in lost if each.branch or (each.request and not each.is_ending)]
-        if not (waiting and self._is_stuck()):
-            self._stuck_since_s = None
-        elif self._stuck_since_s is None:
-            self._stuck_since_s = now_s
-        elif now_s > self._stuck_since_s + MAX_STUCK_S:
-            self._stuck_since_s = None
-            return [min(waiting, key=lambda episode: episode.num_tree_tokens)]
-        return [each for lost_at_s, each in lost if now_s > lost_at_s + timeout_s]
-
-    def _is_stuck(self) -> bool:
-        """Whether episodes without an agent have all places of all engines, no engine starts, and all agents
-        wait for turns.
-        """
-        placed = [each for each in self._episodes.values() if each.lost_at_s is None]
-        is_starting = self._engine_pool.num_restarting or self._engine_pool.workers.keys() != {
-            *self._num_places
-        }
-        if is_starting or len(placed) < sum(self._num_places.values()):
-            return False
-        is_generating = any(each.request or each.branch for each in placed)
-        return not is_generating and self.runner is not None and self.runner.all_wait_for_turns()
 
     def _make_request(
         self, episode: _Episode, prompt_ids: tuple[int, ...], max_turn_tokens: int | None
@@ -535,10 +484,10 @@ class Episodes:
     def _fail(self, episode: _Episode, reason: str) -> None:
         """Fail the request on its engine; if that is lost, the episode restarts instead."""
         request, episode.failure = episode.id.request, reason
-        self._partial_outputs.restart(request)
         if episode.lost_at_s is not None:
-            self._release(request)
+            self._restart(request)
             return
+        self._partial_outputs.restart(request)
         self._sample_book.failed_episodes.add(request)
         if episode.request is not None:
             self._send(episode, m.FailRequest(request, reason))
@@ -555,8 +504,17 @@ class Episodes:
         for episode in episodes:
             self._restart(episode.id.request)
 
+    def _restart_overdue(self) -> None:
+        """Restart episodes that have had no engine for as long as a session without a request may last.
+
+        Their sessions end, because an agent may have to open another one before an engine has room.
+        """
+        lost_s = self._clock.now_s - self._setup.config.service.session_timeout_s
+        each_lost = [(each.lost_at_s, each) for each in self._episodes.values()]
+        self._restart_all([each for at_s, each in each_lost if at_s is not None and at_s < lost_s])
+
     def _restart(self, request: RequestId) -> None:
-        self._partial_outputs.restart(request)
+        self._lose_outputs([request])
         self._release(request)
 
     def _release(self, request: RequestId) -> _Episode | None:

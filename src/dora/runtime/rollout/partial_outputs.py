@@ -54,7 +54,6 @@ class PartialOutputs:
         self._path = path
         self._parts: dict[RequestId, OutputPart] = {}
         self._episodes: dict[RequestId, SavedEpisode] = {}
-        self._lost: list[RequestId] = []  # restarted, although they kept tokens
         self._file: int | None = None
 
     def read(self, unfinished: Collection[RequestId], *, are_episodes: bool = False) -> None:
@@ -64,7 +63,7 @@ class PartialOutputs:
         """
         if not unfinished or not self._path.exists():
             return
-        for request, record in _read(self._path.read_bytes()):
+        for request, record in read_records(self._path.read_bytes()):
             if request not in unfinished:
                 continue
             if isinstance(record, OutputPart):
@@ -101,21 +100,19 @@ class PartialOutputs:
         """Drop a request that has finished or was aborted."""
         self._drop(request)
 
-    def restart(self, request: RequestId) -> None:
-        """Drop what a request keeps, because it restarts from its prompt, in a resumed run as well."""
-        if self._drop(request):
+    def restart(self, request: RequestId) -> bool:
+        """Drop what a request keeps, because it restarts from its prompt, in a resumed run as well.
+
+        Returns whether it kept anything.
+        """
+        if is_kept := self._drop(request):
             self._append(_with_header(_RESTART + json.dumps(request).encode()))
-            self._lost.append(request)
+        return is_kept
 
     def lengths(self, requests: Iterable[RequestId]) -> tuple[tuple[RequestId, int], ...]:
         """How many tokens of the requests are kept, without those that have none."""
         found = ((request, self._parts[request]) for request in requests if request in self._parts)
         return tuple((request, len(part.token_ids)) for request, part in found)
-
-    def take_lost(self) -> tuple[RequestId, ...]:
-        """The requests that have restarted since the last call, although they kept tokens."""
-        lost, self._lost = self._lost, []
-        return tuple(lost)
 
     def of(self, requests: Iterable[RequestId]) -> dict[RequestId, PartialOutput]:
         """What the requests can continue; the engine compares the digest with that of its weights."""
@@ -214,7 +211,7 @@ def _with_header(body: bytes) -> bytes:
     return np.array((zlib.crc32(body), len(body)), _HEADER).tobytes() + body
 
 
-def _read(data: bytes) -> Iterator[tuple[RequestId, OutputPart | SavedEpisode | None]]:
+def read_records(data: bytes) -> Iterator[tuple[RequestId, OutputPart | SavedEpisode | None]]:
     """The records of a file, up to its first damaged one; None: the request restarts."""
     file = io.BytesIO(data)
     while len(head := file.read(_HEADER.itemsize)) == _HEADER.itemsize:
