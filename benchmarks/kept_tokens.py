@@ -2,23 +2,27 @@
 
 kills: one run of long responses on paced engines. Every few seconds an engine is killed, which the run
 replaces, or the driver with all workers, after which the run is resumed. A thread notes when the file of
-partial outputs has the tokens of each response (it looks every 5 ms). The journal says how many tokens each
-response of a killed engine keeps. lost_s is the time from when the file had these tokens to the kill, of the
-response for which it is longest; a response that an engine got only after that counts from then. An engine
-has a pace of 50 ms per token, so lost_tokens is an upper bound. At the end `dora audit` checks the run;
+partial outputs gets tokens of each response (it looks every 5 ms). An engine reports all its unfinished
+responses together, so what it generated after the last report before the kill is lost: lost_s is the time
+since then, of the killed engine for which it is longest. An engine that had not reported yet is left out. The pace is
+50 ms per token, so each response lost at most lost_s / 0.05 tokens. At the end `dora audit` checks the run;
 findings make the exit code 1.
+
+reports: what one report costs the engine (to collect and serialize it) and the driver (to read and write it).
+It has 200 new tokens of each of 32 responses, which is what the engine of `cost` generates in an interval.
 
 cost: short runs on engines without a pace, in turns with the default of `runtime.output_interval_s` and
 with 0, which is without reports. Other load on the machine affects the CPU time of the run's processes less
 than its throughput.
 
-    python benchmarks/kept_tokens.py [--only kills|cost] [--kills N] [--quick] [--json FILE]
+    python benchmarks/kept_tokens.py [--only kills|reports|cost] [--kills N] [--quick] [--json FILE]
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import resource
 import statistics
@@ -28,7 +32,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,11 +41,15 @@ from resume import COMMAND, Attempt
 from dora.audit import audit
 from dora.config.schema import RuntimeSection
 from dora.core.types import RequestId
+from dora.engine.engine import Engine
 from dora.engine.messages import OutputPart
-from dora.runtime.rollout.partial_outputs import FILE_NAME, read_records
+from dora.engine.request import Request, SamplingParams
+from dora.model.pretrained import load_pretrained
+from dora.runtime.rollout.engine_worker import OutputReporter
+from dora.runtime.rollout.partial_outputs import FILE_NAME, PartialOutputs, read_records
 from report import Row, make_parser, options_of, publish
 
-STEP_S = 0.05  # of an engine
+MODEL = (Path(__file__).parent.parent / "examples" / "gcd-start").resolve()
 NUM_ENGINES, ROWS = 3, 4
 WATCH_S = 0.005
 ENGINE, RUN = "an engine", "the whole run"
@@ -50,7 +57,7 @@ CONFIG = f"""
 [run]
 steps = 100000
 [model]
-path = "{(Path(__file__).parent.parent / "examples" / "gcd-start").resolve()}"
+path = "{MODEL}"
 [data]
 path = "gcd"
 max_prompt_length = 8
@@ -74,23 +81,24 @@ max_staleness = 4
 [runtime]
 max_restarts = 1000
 """
-PARTS = ("kills", "cost")
+PARTS = ("kills", "reports", "cost")
+NUM_ROWS, NUM_REPORTED = 32, 200
 COST_SETTINGS = {
     "engine.min_step_time": "0ms",
     "engine.num_engines": 1,
-    "engine.max_num_seqs": 32,
+    "engine.max_num_seqs": NUM_ROWS,
     "trainer.batch_size": 8,
     "trainer.save_freq": 0,
 }
 
 
-@dataclass(frozen=True)
-class Loss:
-    """The engines of unfinished responses were killed. `lost_s` has each response that keeps tokens."""
+class Loss(NamedTuple):
+    """Of a kill. Only responses that keep tokens count."""
 
     killed: str
+    num_responses: int
     kept_tokens: int
-    lost_s: tuple[float, ...]
+    lost_s: float
 
 
 class Kill(NamedTuple):
@@ -225,38 +233,67 @@ def losses(watch: Watch, kills: Iterable[Kill]) -> Iterator[Loss]:
                 placed |= {RequestId(*request): (line["engine"], line_s) for request in line["requests"]}
             case "migrated":
                 request = RequestId(*line["request"])
-                placed[request] = (line["destination"], placed[request][1])
+                placed[request] = (line["destination"], line_s)
             case "engine_lost" | "resumed" as kind:
                 killed = ENGINE if kind == "engine_lost" else RUN
-                kill_s, lost_s = next(at_s[killed]), list[float]()
-                kept = [(RequestId(*request), num) for request, num in line["kept_tokens"]]
-                for request, num in kept:
-                    if request in placed:  # else it had lost its engine before
-                        since_s = max(watch.kept_s[request, num], placed[request][1])
-                        lost_s.append(max(0.0, kill_s - since_s))
-                yield Loss(killed, sum(num for _, num in kept), tuple(lost_s))
-                lost_engine = line.get("engine")
-                placed = {r: each for r, each in placed.items() if lost_engine not in (None, each[0])}
+                kill_s = next(at_s[killed])
+                kept = {RequestId(*request): num for request, num in line["kept_tokens"]}
+                reported_s: dict[int, list[float]] = {}  # by engine
+                for request in kept.keys() & placed.keys():  # the others had lost their engine before
+                    engine, placed_s = placed[request]
+                    kept_s = watch.kept_s[request, kept[request]]
+                    if kept_s > placed_s:  # by this engine
+                        reported_s.setdefault(engine, []).append(kept_s)
+                lost_s = max([kill_s - max(each) for each in reported_s.values()], default=0.0)
+                yield Loss(killed, len(kept), sum(kept.values()), max(0.0, lost_s))
+                engines = {line["engine"]} if killed == ENGINE else {engine for engine, _ in placed.values()}
+                placed = {request: each for request, each in placed.items() if each[0] not in engines}
 
 
 def rows_of(found: list[Loss]) -> list[Row]:
     rows: list[Row] = []
     for killed in (ENGINE, RUN):
-        own = [loss for loss in found if loss.killed == killed]
-        if longest := [max(loss.lost_s) for loss in own if loss.lost_s]:
+        if own := [loss for loss in found if loss.killed == killed]:
             rows.append(
                 {
                     "killed": killed,
                     "kills": len(own),
-                    "kills_with_kept_tokens": len(longest),
-                    "responses": sum(len(loss.lost_s) for loss in own),
+                    "responses": sum(loss.num_responses for loss in own),
                     "kept_tokens": sum(loss.kept_tokens for loss in own),
-                    "lost_tokens": sum(sum(loss.lost_s) for loss in own) / STEP_S,
-                    "median_lost_s": statistics.median(longest),
-                    "max_lost_s": max(longest),
+                    "median_lost_s": statistics.median(loss.lost_s for loss in own),
+                    "max_lost_s": max(loss.lost_s for loss in own),
                 }
             )
     return rows
+
+
+def measure_reports(num_reports: int) -> tuple[list[Row], dict[str, float]]:
+    """What reports cost, as a share of the time between two of them."""
+    config, weights = load_pretrained(MODEL)
+    engine_s, driver_s = list[float](), list[float]()
+    sampling = SamplingParams(temperature=1.0, max_tokens=NUM_REPORTED + 1, stop_ids=())
+    for number in range(num_reports):
+        engine = Engine(config, max_rows=NUM_ROWS, max_context=NUM_REPORTED + 8, version_slots=1)
+        engine.load(0, weights)
+        ids = [RequestId(number, row, 0) for row in range(NUM_ROWS)]
+        engine.submit([Request(id, id.group, (3, 4, 5), 0, id.row, sampling) for id in ids])
+        for _ in range(NUM_REPORTED):
+            engine.step()
+        with tempfile.TemporaryDirectory() as folder:
+            outputs = PartialOutputs(Path(folder, FILE_NAME))
+            start_s = time.perf_counter()
+            message = pickle.dumps(OutputReporter(engine, 1.0).new_parts())
+            sent_s = time.perf_counter()
+            parts = pickle.loads(message)
+            outputs.add(parts)
+            engine_s.append(sent_s - start_s)
+            driver_s.append(time.perf_counter() - sent_s)
+            outputs.close()
+        assert sum(len(part.token_ids) for part in parts) >= NUM_ROWS * (NUM_REPORTED - 1)
+    interval_s = RuntimeSection().output_interval_s
+    found = {"engine": statistics.median(engine_s), "driver": statistics.median(driver_s)}
+    rows: list[Row] = [{"reports": num_reports, **{f"{who}_ms": 1e3 * each for who, each in found.items()}}]
+    return rows, {f"a report / its interval, {who}": each / interval_s for who, each in found.items()}
 
 
 def measure_cost(num_pairs: int, num_steps: int) -> tuple[list[Row], dict[str, float]]:
@@ -337,15 +374,17 @@ def main() -> None:
     parser.add_argument(
         "--kills", type=int, metavar="N", help="number of kills (default: 50; 5 with --quick)"
     )
-    parser.add_argument("--only", choices=PARTS, metavar="PART", help="this part only: kills or cost")
+    parser.add_argument("--only", choices=PARTS, metavar="PART", help="only kills, reports or cost")
     given = parser.parse_args()
     options = options_of(given)
-    rows: list[Row] = []
-    ratios: dict[str, float] = {}
-    findings: tuple[str, ...] = ()
-    if given.only != "cost":
+    rows, ratios, findings = list[Row](), dict[str, float](), tuple[str, ...]()
+    parts = PARTS if given.only is None else (given.only,)
+    if "kills" in parts:
         rows, ratios, findings = measure_kills(given.kills or (5 if options.quick else 50))
-    if given.only != "kills":
+    if "reports" in parts:
+        report_rows, report_ratios = measure_reports(3 if options.quick else 20)
+        rows, ratios = rows + report_rows, ratios | report_ratios
+    if "cost" in parts:
         cost_rows, cost_ratios = measure_cost(*((2, 10) if options.quick else (15, 60)))
         rows, ratios = rows + cost_rows, ratios | cost_ratios
     publish(options, rows, ratios)

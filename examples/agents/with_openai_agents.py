@@ -3,6 +3,7 @@
 import os
 
 from agents import Agent, Runner, function_tool, set_tracing_disabled
+from agents.exceptions import AgentsException
 
 
 @function_tool
@@ -13,4 +14,7 @@ def add(a: int, b: int) -> int:
 
 set_tracing_disabled(True)
 agent = Agent(name="calculator", instructions="Use the tool.", tools=[add], model="policy")
-print(Runner.run_sync(agent, os.environ["DORA_PROMPT"]).final_output)
+try:
+    print(Runner.run_sync(agent, os.environ["DORA_PROMPT"]).final_output)
+except AgentsException as error:  # for example a turn that is cut, or a tool that does not exist
+    print(error)

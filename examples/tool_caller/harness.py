@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 
-import openai
 import shop
 
 
-def run_episode(question: str, row: dict[str, Any]) -> float:
-    """Let the model call tools until it answers; the reward of its answer."""
-    client = openai.OpenAI()
-    messages: list[Any] = [{"role": "user", "content": question}]
+def run_episode(complete: Callable[..., Any]) -> float:
+    """Let the model call tools until it answers; the reward of its answer. `complete` makes a completion."""
+    row = json.loads(os.environ["DORA_FIELDS"])
+    messages: list[Any] = [{"role": "user", "content": os.environ["DORA_PROMPT"]}]
     for _ in range(shop.MAX_TURNS):
-        completion = client.chat.completions.create(model="policy", messages=messages, tools=shop.TOOLS)
-        message = completion.choices[0].message
+        message = complete(model="policy", messages=messages, tools=shop.TOOLS).choices[0].message
         if not message.tool_calls:
             return shop.reward_of(message.content, row)
-        messages.append(message)
+        messages.append(message.model_dump())
         for call in message.tool_calls:
             result = shop.call_tool(call.function.name, call.function.arguments, row)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
@@ -30,4 +29,6 @@ def run_episode(question: str, row: dict[str, Any]) -> float:
 
 
 if __name__ == "__main__":
-    print(run_episode(os.environ["DORA_PROMPT"], json.loads(os.environ["DORA_FIELDS"])))
+    import openai
+
+    print(run_episode(openai.OpenAI().chat.completions.create))

@@ -58,7 +58,7 @@ def run_engine(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.EngineSpec) -> 
     reports = _reports(engine, at_start)
     outputs = None
     if isinstance(engine, ContinuesOutputs) and spec.output_interval_s:
-        outputs = _OutputReporter(engine, spec.output_interval_s)
+        outputs = OutputReporter(engine, spec.output_interval_s)
     poll_wait_s = MIN_POLL_WAIT_S
     while True:
         is_polling = loader.is_busy or (migrating is not None and migrating.num_migrations > 0)
@@ -236,7 +236,7 @@ def _reports(engine: InferenceEngine, at_start: EngineUsage) -> Iterator[m.Engin
         yield m.EngineReport(engine.progress(), usage, row_tokens_per_s, engine.kv_usage, num_recomputed)
 
 
-class _OutputReporter:
+class OutputReporter:
     """Finds the tokens of unfinished outputs that the driver does not have yet."""
 
     def __init__(self, engine: ContinuesOutputs, interval_s: float) -> None:
