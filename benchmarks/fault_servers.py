@@ -32,6 +32,7 @@ def on_vllm(python: str) -> list[str]:
         f"arguments = {json.dumps(arguments)}}}",
         f"engine.num_engines={NUM_SERVERS}",
         f"engine.version_slots={NUM_SLOTS}",
+        "orchestrator.prioritize_stragglers=true",
         "orchestrator.balance_running=true",
         "orchestrator.rebalance_interval_s=0.2",
     ]

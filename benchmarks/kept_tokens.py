@@ -4,9 +4,9 @@ kills: one run of long responses on paced engines. Every few seconds an engine i
 replaces, or the driver with all workers, after which the run is resumed. A thread notes when the file of
 partial outputs gets tokens of each response (it looks every 5 ms). An engine reports all its unfinished
 responses together, so what it generated after the last report before the kill is lost: lost_s is the time
-since then, of the killed engine for which it is longest. An engine that had not reported yet is left out. The
-pace is 50 ms per token, so each response lost at most lost_s / 0.05 tokens. At the end `dora audit` checks the
-run; findings make the exit code 1.
+since then, of the killed engine for which it is longest. An engine that had not reported yet is left out.
+The pace is 50 ms per token, so each response lost at most lost_s / 0.05 tokens. At the end `dora audit`
+checks the run; findings make the exit code 1.
 
 reports: what one report costs the engine (to collect and serialize it) and the driver (to read and write it).
 It has 200 new tokens of each of 32 responses, which is what the engine of `cost` generates in an interval.
@@ -78,6 +78,7 @@ save_freq = 5
 num_prompts = 0
 [orchestrator]
 max_staleness = 4
+prioritize_stragglers = false  # it pauses requests, and what is paused has no new tokens to report
 [runtime]
 max_restarts = 1000
 """

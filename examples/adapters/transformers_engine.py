@@ -1,8 +1,7 @@
 r"""An example of an inference backend: Hugging Face transformers as DORA's engine.
 
     dora train examples/gcd.toml --set engine.backend=examples/adapters/transformers_engine.py:Transformers \
-      --set engine.version_slots=1 --set orchestrator.placement=static \
-      --set orchestrator.prioritize_stragglers=false
+      --set orchestrator.placement=static
 
 Each request decodes on its own, with its own KV cache, so it is slow. It holds one version and does not
 migrate requests. It passes the contract in `dora.testing.engine_contract`.

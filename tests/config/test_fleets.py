@@ -33,7 +33,6 @@ options = {{python = "environment/bin/python", arguments = ["--seed", "7"]}}
 FITTING = (
     "engine.version_slots=1",
     "orchestrator.placement=static",
-    "orchestrator.prioritize_stragglers=false",
 )
 
 

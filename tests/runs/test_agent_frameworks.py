@@ -24,7 +24,7 @@ TIMEOUT_S = 600.0  # each episode imports its framework
 pytestmark = pytest.mark.agents
 
 
-@pytest.mark.parametrize("framework", ["litellm", "openai_agents", "verifiers"])
+@pytest.mark.parametrize("framework", ["anthropic", "litellm", "openai_agents", "verifiers"])
 def test_a_framework_runs_the_episodes_of_a_run(start_run: StartRun, framework: str) -> None:
     run = start_run(
         EXAMPLE / "harness.toml",

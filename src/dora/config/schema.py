@@ -602,7 +602,8 @@ class EngineSection(Section):
     version_slots: Count | None = Field(
         default=None,
         description="Policy versions that one engine holds at once (count). Unset: max_staleness + 1, plus 1 "
-        "with eval.every; with partial and inflight at most 2, or 3 with eval.every.",
+        "with eval.every; with partial and inflight at most 2, or 3 with eval.every. With another backend than "
+        "DORA-RL's own: 1, or as many as partial and inflight need.",
     )
     num_kv_blocks: Count | None = Field(
         default=None,
@@ -745,10 +746,10 @@ class OrchestratorSection(Section):
         description="n: engines load every n-th version, and another version only if the bound requires it "
         "(versions). Only with dora, partial and inflight.",
     )
-    prioritize_stragglers: bool = Field(
-        default=True,
+    prioritize_stragglers: bool | None = Field(
+        default=None,
         description="While the trainer waits for a group at its deadline, engines that run requests of such "
-        "groups decode only these.",
+        "groups decode only these. Unset: true if all engines are DORA-RL's own.",
     )
     balance_running: bool = Field(
         default=False, description="Balance the number of running requests across engines."
@@ -1082,10 +1083,19 @@ class Config(Section):
 
     @property
     def version_slots(self) -> int:
-        """engine.version_slots, or as many as the update policy needs."""
+        """engine.version_slots, or as many as the update policy needs; else 1 for another backend."""
         if self.engine.version_slots is not None:
             return self.engine.version_slots
-        return self.inflight_version_slots if self.breaks_c1 else self.max_live_versions
+        if self.breaks_c1:
+            return self.inflight_version_slots
+        return self.max_live_versions if self.engine.backend is None else 1
+
+    @property
+    def prioritizes_stragglers(self) -> bool:
+        """orchestrator.prioritize_stragglers, or whether all engines are DORA-RL's own."""
+        if self.orchestrator.prioritize_stragglers is not None:
+            return self.orchestrator.prioritize_stragglers
+        return all(kind.backend is None for kind in self.engine_kinds)
 
     @property
     def inflight_version_slots(self) -> int:

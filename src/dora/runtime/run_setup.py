@@ -467,7 +467,7 @@ class RunSetup:
             is_static=config.has_static_placement,
             breaks_c1=config.breaks_c1,
             balance_running=rules.balance_running,
-            prioritize_stragglers=rules.prioritize_stragglers,
+            prioritize_stragglers=config.prioritizes_stragglers,
             rebalance_interval_s=rules.rebalance_interval_s,
             kv_watermark=rules.kv_watermark,
             evaluation=self.evaluation,

@@ -29,9 +29,7 @@ ENGINE = f"{EXAMPLES / 'transformers_engine.py'}:Transformers"
 TRAINER = f"{EXAMPLES / 'transformers_trainer.py'}:Transformers"
 FITTING: dict[str, Any] = {
     "engine.backend": ENGINE,
-    "engine.version_slots": 1,
     "orchestrator.placement": "static",
-    "orchestrator.prioritize_stragglers": "false",
 }
 
 
@@ -46,7 +44,8 @@ def task(tmp_path: Path) -> Path:
 
 def test_all_missing_capabilities_are_reported_with_remedies(task: Path) -> None:
     changes = [f"engine.backend={ENGINE}", "sampling.top_k=5", 'sampling.stop=["7"]', "engine.dtype=bfloat16"]
-    changes += ["engine.exact_logprobs=true"]
+    changes += ["engine.exact_logprobs=true", "engine.version_slots=2"]
+    changes += ["orchestrator.prioritize_stragglers=true"]
     with pytest.raises(ConfigError) as error:
         backends.check_backends(load.read_config(task, changes))
     for remedy in (

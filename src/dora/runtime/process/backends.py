@@ -186,7 +186,7 @@ def _missing_capabilities(config: Config, kind: EngineKind, has: Capabilities) -
             yield f"{most}, and {policy} needs {kind.version_slots}: set orchestrator.update_policy = dora"
     if has.versions_are_lora and not config.trainer.lora_rank:
         yield "its versions are LoRA adapters: set trainer.lora_rank, or choose another backend"
-    if orchestrator.prioritize_stragglers and not 0 < has.decode_only <= kind.version_slots:
+    if config.prioritizes_stragglers and not 0 < has.decode_only <= kind.version_slots:
         slots = f", or {kind.key}.version_slots = {has.decode_only}" if has.decode_only else ""
         yield f"no decoding of selected requests only: set orchestrator.prioritize_stragglers = false{slots}"
     if not has.pauses and (orchestrator.placement == "colocated" or config.trainer.elastic):
