@@ -602,8 +602,8 @@ class EngineSection(Section):
     version_slots: Count | None = Field(
         default=None,
         description="Policy versions that one engine holds at once (count). Unset: max_staleness + 1, plus 1 "
-        "with eval.every; with partial and inflight at most 2, or 3 with eval.every. With another backend than "
-        "DORA-RL's own: 1, or as many as partial and inflight need.",
+        "with eval.every; with partial and inflight at most 2, or 3 with eval.every. With another backend "
+        "than DORA-RL's own: 1, or as many as partial and inflight need.",
     )
     num_kv_blocks: Count | None = Field(
         default=None,
