@@ -9,13 +9,9 @@ The pace is 50 ms per token, so each response lost at most lost_s / 0.05 tokens.
 checks the run; findings make the exit code 1.
 
 reports: what one report costs the engine (to collect and serialize it) and the driver (to read and write it).
-It has 200 new tokens of each of 32 responses, which is what the engine of `cost` generates in an interval.
+It has 200 new tokens of each of 32 responses, which is what an engine of this model generates in an interval.
 
-cost: short runs on engines without a pace, in turns with the default of `runtime.output_interval_s` and
-with 0, which is without reports. Other load on the machine affects the CPU time of the run's processes less
-than its throughput.
-
-    python benchmarks/kept_tokens.py [--only kills|reports|cost] [--kills N] [--quick] [--json FILE]
+    python benchmarks/kept_tokens.py [--only kills|reports] [--kills N] [--quick] [--json FILE]
 """
 
 from __future__ import annotations
@@ -24,9 +20,7 @@ import json
 import os
 import pickle
 import random
-import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -36,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from resume import COMMAND, Attempt
+from resume import Attempt
 
 from dora.audit import audit
 from dora.config.schema import RuntimeSection
@@ -82,15 +76,8 @@ prioritize_stragglers = false  # it pauses requests, and what is paused has no n
 [runtime]
 max_restarts = 1000
 """
-PARTS = ("kills", "reports", "cost")
+PARTS = ("kills", "reports")
 NUM_ROWS, NUM_REPORTED = 32, 200
-COST_SETTINGS = {
-    "engine.min_step_time": "0ms",
-    "engine.num_engines": 1,
-    "engine.max_num_seqs": NUM_ROWS,
-    "trainer.batch_size": 8,
-    "trainer.save_freq": 0,
-}
 
 
 class Loss(NamedTuple):
@@ -105,13 +92,6 @@ class Loss(NamedTuple):
 class Kill(NamedTuple):
     killed: str
     at_s: float
-
-
-class Cost(NamedTuple):
-    """Of the trained tokens of a run. The CPU time is that of all its processes, with their start."""
-
-    tokens_per_s: float
-    cpu_us_per_token: float
 
 
 class KilledRun:
@@ -297,51 +277,6 @@ def measure_reports(num_reports: int) -> tuple[list[Row], dict[str, float]]:
     return rows, {f"a report / its interval, {who}": each / interval_s for who, each in found.items()}
 
 
-def measure_cost(num_pairs: int, num_steps: int) -> tuple[list[Row], dict[str, float]]:
-    """Trained tokens per second with reports and without, in pairs of runs whose order alternates."""
-    default_s = RuntimeSection().output_interval_s
-    found: dict[float, list[Cost]] = {default_s: [], 0.0: []}
-    for number in range(num_pairs):
-        for interval_s in sorted(found, reverse=number % 2 == 0):
-            found[interval_s].append(cost_of_run(interval_s, num_steps))
-    rows: list[Row] = [
-        {
-            "output_interval_s": interval_s,
-            "runs": num_pairs,
-            "median_tokens_per_s": statistics.median(run.tokens_per_s for run in each),
-            "min_tokens_per_s": min(run.tokens_per_s for run in each),
-            "max_tokens_per_s": max(run.tokens_per_s for run in each),
-            "median_cpu_us_per_token": statistics.median(run.cpu_us_per_token for run in each),
-        }
-        for interval_s, each in found.items()
-    ]
-    pairs = [*zip(*found.values(), strict=True)]
-    return rows, {
-        "throughput with reports / without, median of pairs": statistics.median(
-            reported.tokens_per_s / silent.tokens_per_s for reported, silent in pairs
-        ),
-        "CPU time of a token with reports / without, median of pairs": statistics.median(
-            reported.cpu_us_per_token / silent.cpu_us_per_token for reported, silent in pairs
-        ),
-    }
-
-
-def cost_of_run(interval_s: float, num_steps: int) -> Cost:
-    """A run that reports unfinished outputs at this interval."""
-    settings = {**COST_SETTINGS, "runtime.output_interval_s": interval_s, "run.steps": num_steps}
-    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    with tempfile.TemporaryDirectory() as folder:
-        config, out = Path(folder, "run.toml"), Path(folder, "run")
-        config.write_text(CONFIG)
-        command = [*COMMAND, str(config), "--out", str(out), *sets]
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        summary = json.loads((out / "summary.json").read_text())
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Cost(summary["tokens_per_s"], 1e6 * cpu_s / summary["trained_tokens"])
-
-
 def measure_kills(num_kills: int) -> tuple[list[Row], dict[str, float], tuple[str, ...]]:
     """Rows, ratios, and the findings of the audit."""
     random_s = random.Random(0)
@@ -375,7 +310,7 @@ def main() -> None:
     parser.add_argument(
         "--kills", type=int, metavar="N", help="number of kills (default: 50; 5 with --quick)"
     )
-    parser.add_argument("--only", choices=PARTS, metavar="PART", help="only kills, reports or cost")
+    parser.add_argument("--only", choices=PARTS, metavar="PART", help="only kills, or reports")
     given = parser.parse_args()
     options = options_of(given)
     rows, ratios, findings = list[Row](), dict[str, float](), tuple[str, ...]()
@@ -385,9 +320,6 @@ def main() -> None:
     if "reports" in parts:
         report_rows, report_ratios = measure_reports(3 if options.quick else 20)
         rows, ratios = rows + report_rows, ratios | report_ratios
-    if "cost" in parts:
-        cost_rows, cost_ratios = measure_cost(*((2, 10) if options.quick else (15, 60)))
-        rows, ratios = rows + cost_rows, ratios | cost_ratios
     publish(options, rows, ratios)
     sys.exit(1 if findings else 0)
 
