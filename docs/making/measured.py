@@ -304,20 +304,18 @@ def measured_faults() -> str:
     return _table(
         [
             Line(
-                "time that a response lost at most when its engine was killed; when everything was",
+                "generation time that a response lost at most if its engine was killed; if everything was",
                 f"{kept[0]['max_lost_s']:.2f} s; {kept[1]['max_lost_s']:.2f} s",
                 f"{kept[0]['kills']} and {kept[1]['kills']} kills, medians {kept[0]['median_lost_s']:.2f} "
-                f"and {kept[1]['median_lost_s']:.2f} s; upper bounds, with the time until the loss was "
-                "noticed; `dora audit` found nothing",
+                f"and {kept[1]['median_lost_s']:.2f} s; `dora audit` found nothing",
                 "kept_tokens",
             ),
             Line(
-                "CPU time of a trained token with reports of unfinished responses, over without; throughput",
-                f"{cost['CPU time of a token with reports / without, median of pairs']:.2f}; "
-                f"{cost['throughput with reports / without, median of pairs']:.2f} times",
-                f"medians of {kept[2]['runs']} pairs of runs, a report every "
-                f"{kept[2]['output_interval_s']:g} s; the throughput of equal runs differed by up to "
-                f"{kept[3]['max_tokens_per_s'] / kept[3]['min_tokens_per_s']:.1f} times",
+                "cost of a report of unfinished responses, of the time between two: engine; driver",
+                f"{100 * cost['a report / its interval, engine']:.2f} %; "
+                f"{100 * cost['a report / its interval, driver']:.2f} %",
+                f"{kept[2]['engine_ms']:.1f} and {kept[2]['driver_ms']:.1f} ms: {kept[2]['new_tokens']:,} "
+                f"tokens of {kept[2]['responses']} responses of {kept[2]['length']}",
                 "kept_tokens",
             ),
             Line(

@@ -212,6 +212,26 @@ def test_a_sample_must_fit_its_micro_batch(file: Path) -> None:
     assert "max_prompt_length + max_response_length = 256 + 64 = 320" in message
 
 
+OTHER_BACKEND = "engine.backend=transformers"
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_slots", "is_prioritized"),
+    [
+        ([], 3, True),
+        (["orchestrator.prioritize_stragglers=false"], 3, False),
+        ([OTHER_BACKEND], 1, False),
+        ([OTHER_BACKEND, "engine.version_slots=2", "orchestrator.prioritize_stragglers=true"], 2, True),
+        ([OTHER_BACKEND, "orchestrator.update_policy=inflight"], 2, False),
+    ],
+)
+def test_defaults_of_other_backends(
+    file: Path, changes: list[str], num_slots: int, is_prioritized: bool
+) -> None:
+    config = read_config(file, changes)
+    assert (config.version_slots, config.prioritizes_stragglers) == (num_slots, is_prioritized)
+
+
 def test_more_version_slots_than_live_versions_are_refused(file: Path) -> None:
     assert read_config(file, ["engine.version_slots=1"]).version_slots == 1
     assert "max_staleness + 1 = 2 + 1" in error_of(file, "engine.version_slots=4")

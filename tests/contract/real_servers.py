@@ -102,6 +102,29 @@ def test_the_commands_of_the_page_train(line: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.skipif(not Engine.capabilities.decode_only, reason="its servers hold one version")
+def test_a_server_with_two_versions_trains(tmp_path: Path) -> None:
+    """It decodes requests of both, and first those that the trainer waits for."""
+    changes = {
+        "engine.backend": "vllm",
+        "engine.options": f"{{python = {json.dumps(PYTHON)}}}",
+        "engine.version_slots": 2,
+        "orchestrator.prioritize_stragglers": "true",
+        "run.steps": 8,
+        "eval.num_prompts": 0,
+        "runtime.start_timeout_s": 600,
+    }
+    example, out = ROOT / "examples" / "gcd.toml", tmp_path / "run"
+    ended = dora("train", example, *settings(changes), "--out", out, timeout_s=800)
+    assert ended.code == 0, ended.err
+    assert " lost (" not in ended.out + ended.err
+    audited = dora("audit", "--deep", out, timeout_s=300)
+    assert audited.code == 0, audited.out
+    kinds = [line.get("kind") for line in map(json.loads, (out / "journal.jsonl").open())]
+    assert "decode_only" in kinds
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not Engine.capabilities.inflight_update, reason="its requests keep their version")
 @pytest.mark.parametrize("policy", ["partial", "inflight"])
 def test_requests_continue_with_newer_versions(policy: str, tmp_path: Path) -> None:

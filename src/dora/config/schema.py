@@ -1083,7 +1083,9 @@ class Config(Section):
 
     @property
     def version_slots(self) -> int:
-        """engine.version_slots, or as many as the update policy needs; else 1 for another backend."""
+        """engine.version_slots. Unset: what partial and inflight need; otherwise all live versions on
+        DORA-RL's own engines, and 1 on another backend.
+        """
         if self.engine.version_slots is not None:
             return self.engine.version_slots
         if self.breaks_c1:

@@ -139,7 +139,8 @@ class Migrated:
 class OutputsLost:
     """Requests restart from their prompts whose tokens `EngineLost` or `Resumed` had counted as kept.
 
-    For example an environment could not be restored. Without effect for other requests.
+    For example the next engine cannot continue outputs. `RequestFailed` has the same effect for its request.
+    Without effect for other requests.
     """
 
     requests: tuple[RequestId, ...]

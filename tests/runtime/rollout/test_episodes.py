@@ -387,15 +387,27 @@ def test_an_episode_without_an_engine_ends_its_session_after_a_while(driver: Dri
     """Else an agent could wait for a row, and the episode in the row for an agent."""
     driver.start(FIRST)
     episode = driver.runner.started[FIRST]
+    driver.report(FIRST, 0, [5, 6])
     driver.lose_engine()
     driver.clock._ran_s += 59.0
     driver.episodes.check_deadlines()
-    assert driver.runner.released == []
+    assert (driver.runner.released, [*driver.events]) == ([], [])
     driver.clock._ran_s += 1.5
     driver.episodes.check_deadlines()
-    assert driver.runner.released == [episode]
+    assert (driver.runner.released, [*driver.events]) == ([episode], [OutputsLost((FIRST,))])
     driver.start(FIRST, engine=1)
     assert driver.runner.started[FIRST] != episode
+
+
+def test_a_first_turn_that_the_next_engine_cannot_continue_is_lost(driver: Driver) -> None:
+    driver.start(FIRST)
+    driver.report(FIRST, 0, [5, 6])
+    driver.lose_engine()
+    driver.engines.workers[OTHER_BACKEND] = None
+    driver.episodes.generate(Generate(OTHER_BACKEND, 7, (FIRST,)))
+    ((_, submitted),) = driver.engines.sent
+    assert isinstance(submitted, m.SubmitRequests)
+    assert (submitted.outputs, [*driver.events]) == ({}, [OutputsLost((FIRST,))])
 
 
 @pytest.mark.parametrize("reason", ["no report", "other weights", "other backend", "other version"])
@@ -416,7 +428,7 @@ def test_an_episode_of_a_lost_engine_restarts_and_old_replies_are_ignored(
     assert driver.sample_book.episode_rewards == {}
     driver.engines.sent.clear()
     driver.episodes.check_deadlines()
-    assert [*driver.events] == [] if reason == "no report" else [OutputsLost((FIRST,))]
+    assert [*driver.events] == ([] if reason == "no report" else [OutputsLost((FIRST,))])
     driver.events.clear()
     for reply in (
         EpisodeStarted(old, (9,)),
@@ -442,11 +454,13 @@ def test_failed_episodes_of_a_lost_engine_restart(driver: Driver, is_handled: bo
         driver.lose_engine()
     else:
         del driver.engines.workers[0]
+        lost = EngineLost(0, "killed", driver.sample_book.partial_outputs.lengths([FIRST]))
     for episode in failed:
         driver.reply(EpisodeFailed(episode, "too slow"))
-    lost = [OutputsLost((FIRST,))] if is_handled else []
-    assert (driver.engines.sent, [*driver.events]) == ([], lost)
-    driver.episodes.on_event(EngineLost(0, "killed"))
+    if not is_handled:
+        assert [*driver.events] == []
+        driver.episodes.on_event(lost)
+    assert (driver.engines.sent, [*driver.events]) == ([], [OutputsLost((FIRST,))])
     assert {*driver.runner.released} == {*failed}
     assert driver.sample_book.partial_outputs.lengths([FIRST]) == ()
 

@@ -403,7 +403,7 @@ class Episodes:
             self._lose_outputs(request for request, _ in kept if request not in outputs)
 
     def _lose_outputs(self, requests: Iterable[RequestId]) -> None:
-        """Drop what requests keep that restart from their prompts, without having failed."""
+        """Drop the kept outputs of requests that restart from their prompts, and report the loss."""
         if lost := tuple(request for request in requests if self._partial_outputs.restart(request)):
             self._events.append(OutputsLost(lost))
 
@@ -487,11 +487,13 @@ class Episodes:
         if episode.lost_at_s is not None:
             self._restart(request)
             return
-        self._partial_outputs.restart(request)
+        if episode.engine not in self._engine_pool.workers:
+            return  # until `EngineLost`, which restarts it
+        self._partial_outputs.restart(request)  # `RequestFailed` will say that nothing is kept
         self._sample_book.failed_episodes.add(request)
         if episode.request is not None:
             self._send(episode, m.FailRequest(request, reason))
-        elif episode.engine in self._engine_pool.workers:
+        else:
             self._release(request)
             self._events.append(self._sample_book.fail_request(episode.engine, request, reason))
 
