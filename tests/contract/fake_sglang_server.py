@@ -69,7 +69,10 @@ class Handler(BaseHTTPRequestHandler):
     server: FakeSglangServer
 
     def do_GET(self) -> None:
-        self._send_recorded(CALLS[self.path])
+        if self.path in CALLS:
+            self._send_recorded(CALLS[self.path])
+        else:
+            self.send_error(404)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

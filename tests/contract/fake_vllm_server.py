@@ -90,6 +90,7 @@ class FakeVllmServer(ThreadingHTTPServer):
     digests: report these digests of loaded weights.
     rejected_loads: reject this many loads.
     holds_loads: load nothing while this fault is there.
+    is_stopped: respond to nothing while this fault is there.
     version: report this version of vLLM.
     replays: answer every request with the recorded answer of this name.
     event_interval_s: time between events.
@@ -167,6 +168,9 @@ class Handler(BaseHTTPRequestHandler):
     server: FakeVllmServer
 
     def do_GET(self) -> None:
+        self._wait(lambda: not self.server.faults.get("is_stopped"))
+        if self.path not in CALLS:
+            return self.send_error(404)
         if self.path == "/version" and "version" in self.server.faults:
             return self._send_json(200, {"version": self.server.faults["version"]})
         self._send_json(200, recorded_response(CALLS[self.path]))

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dora.core.types import Chunk, RequestId
 from dora.data.tokenizer import save_character_tokenizer
-from dora.engine.backends import run_until_eof
+from dora.engine.backends import http_engine, run_until_eof
 from dora.engine.backends.server import attach_server, start_server
 from dora.engine.backends.server_plugins.dora_version_turns import VersionTurns
 from dora.engine.backends.server_plugins.dora_vllm import TOKEN_VARIABLE, TokenMiddleware, WorkerExtension
@@ -121,6 +121,23 @@ def test_a_file_of_another_model_is_rejected(make: Make, tmp_path: Path) -> None
 
 
 # lost engines
+
+
+def test_a_server_that_stops_during_a_load_ends_its_engine(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load itself may take minutes."""
+    monkeypatch.setattr(http_engine, "LOAD_CHECK_S", 0.02)
+    engine, server = make(silence_s=0.2, num_slots=2, version_slots=2, holds_loads=True)
+    store = WeightStore(tmp_path, shapes=parameter_shapes(CONFIG))
+    store.publish(0, version_weights(0))
+    loading = engine.start_load(0, store.path(0))
+    with pytest.raises(TimeoutError):
+        loading.result(0.5)
+    server.faults["is_stopped"] = True
+    with pytest.raises(RunError, match=r"the vLLM server at .* does not answer"):
+        loading.result(10.0)
+    server.faults.clear()
 
 
 def test_a_crashed_server_ends_its_engine(make: Make) -> None:

@@ -59,6 +59,7 @@ from dora.weights.version_file import read_header
 
 STEP_WAIT_S = 0.02  # the longest that a step waits for the server
 MIGRATING_WAIT_S = 0.001  # the same while requests migrate, which pause meanwhile
+LOAD_CHECK_S = 1.0  # between two checks that a server which loads still responds
 ABORT_TIMEOUT_S = 30.0  # the longest that the server may generate for requests that were aborted
 
 
@@ -155,7 +156,7 @@ class HttpEngine(ABC):
         silence_s: float,
         inflight_update: str | None = None,
     ) -> None:
-        """The engine is lost if the server sends nothing for `silence_s` while it has requests.
+        """The engine is lost if the server sends nothing for `silence_s` while it has requests or loads.
 
         `inflight_update`: see `InferenceFactory`; a server with one version has none.
         """
@@ -167,7 +168,7 @@ class HttpEngine(ABC):
         self._max_rows, self._max_context = max_rows, max_context
         self._digests: dict[int, str] = {}  # of the versions that the server holds
         self._labels: dict[int, str] = {}  # and their names there, also of one that is being loaded
-        self._load_thread = ThreadPoolExecutor(1)
+        self._load_thread, self._watch_thread = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._waiting: dict[RequestId, ServerRequest] = {}  # for a row, in order
         self._running: dict[RequestId, ServerRequest] = {}
         self._open_streams: set[ServerRequest] = set()  # for which the server may still generate
@@ -303,10 +304,22 @@ class HttpEngine(ABC):
             )
         self._wait_for_dropped_versions()
         self._labels[version] = f"dora-{version}-{secrets.token_hex(8)}"
-        loading = self._load_thread.submit(send, self._labels[version])
+        sending = self._load_thread.submit(send, self._labels[version])
+        loading = self._watch_thread.submit(self._watch_load, sending)
         if self.num_slots == 1:
             loading.result()
         return loading
+
+    def _watch_load(self, sending: Future[str]) -> str:
+        """In a thread: wait for the end of a load. Raises RunError if the server stops to respond meanwhile.
+
+        A load may take minutes, and other calls need not succeed before its end.
+        """
+        while True:
+            try:
+                return sending.result(LOAD_CHECK_S)
+            except TimeoutError:
+                self.server.check_responds(self._silence_s)
 
     def _weights_label(self, version: int) -> str:
         """The server's name for the weights in the spans of this version's responses."""
@@ -430,6 +443,7 @@ class HttpEngine(ABC):
         """Stop a server that was started here."""
         self.server.stop()
         self._load_thread.shutdown()
+        self._watch_thread.shutdown()
 
     # SupportsEpisodes
 

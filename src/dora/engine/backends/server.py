@@ -94,6 +94,15 @@ class EngineServer:
         if self._process is not None and self._process.poll() is not None:
             raise self._lost("its process has exited")
 
+    def check_responds(self, timeout_s: float) -> None:
+        """Raises RunError if the server responds to no request, with whatever status, within `timeout_s`."""
+        try:
+            with closing(self._connect(timeout_s)) as connection:
+                connection.request("GET", "/")
+                connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._lost(f"{type(error).__name__}: {error}") from error
+
     def first_logged_error(self) -> str:
         """The cause of a failure: the first exception in its last output, or an empty string."""
         errors = (line for line in [*self._log_lines] if re.search(r"\b[A-Z]\w+Error\b", line))

@@ -67,7 +67,7 @@ from dora.weights.store import WeightStore
 
 NODE_LABEL = "ray.io/node-id"  # Ray gives each node this label
 EXIT_TIMEOUT_S = 1.0  # for Ray to report that an actor has exited, and why
-SHUTDOWN_TIMEOUT_S = 30.0  # for ray.shutdown() without a head: Ray would abort the process after a minute
+SHUTDOWN_TIMEOUT_S = 30.0  # for ray.shutdown(); without a head Ray would abort the process after a minute
 NODE_POLL_S = 1.0
 
 _ACTOR_CLASS: Any = ray.remote(max_restarts=0, max_task_retries=0)(WorkerActor)
@@ -210,7 +210,7 @@ class RayLauncher:
                 remove_placement_group(group)
         self._versions.clear()
         if self._owns_ray:
-            ray.shutdown()
+            run_with_timeout(SHUTDOWN_TIMEOUT_S, ray.shutdown)  # Ray 2.60 sometimes waits forever
 
     def _join(self, num_cpus: float) -> None:
         """Start Ray with at least `num_cpus`, or join a cluster. Raises RunError."""
