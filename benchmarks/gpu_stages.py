@@ -9,6 +9,7 @@ Bounds of speed, memory and learning are checked at full size only, those of cor
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import multiprocessing
@@ -743,7 +744,8 @@ class Training:
         if self._process.poll() is None:
             workers = self.workers()
             for process in (psutil.Process(self._process.pid), *workers):
-                process.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # workers exit with their driver
+                    process.kill()
             psutil.wait_procs(workers, 30)
             self._process.wait()
 

@@ -311,7 +311,7 @@ class HttpEngine(ABC):
         return loading
 
     def _watch_load(self, sending: Future[str]) -> str:
-        """In a thread: wait for the end of a load. Raises RunError if the server stops to respond meanwhile.
+        """In a thread: wait for the end of a load. Raises RunError if the server stops responding meanwhile.
 
         A load may take minutes, and other calls need not succeed before its end.
         """
