@@ -5,7 +5,9 @@ Its model is trained to call tools.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -17,9 +19,11 @@ from dora.audit import audit
 from dora.data.tokenizer import Tokenizer
 from dora.journal.reader import read_responses, read_samples
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_caller"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE = EXAMPLES / "tool_caller"
 PYTHON = os.environ.get("AGENTS_PYTHON", sys.executable)  # that has the frameworks
 TIMEOUT_S = 600.0  # each episode imports its framework
+SETTINGS = ("env", "LITELLM_LOCAL_MODEL_COST_MAP=True", "HF_HUB_OFFLINE=1", "PYTHONPATH=")
 
 pytestmark = pytest.mark.agents
 
@@ -35,8 +39,7 @@ def test_a_framework_runs_the_episodes_of_a_run(start_run: StartRun, framework: 
         reward__max_failed_fraction=0.0,
     )
     run.wait_until((run.out / "service.json").exists, "its service")
-    settings = ["LITELLM_LOCAL_MODEL_COST_MAP=True", "HF_HUB_OFFLINE=1", "PYTHONPATH="]
-    program: list[str | Path] = ["env", *settings, PYTHON, EXAMPLE / f"with_{framework}.py"]
+    program = (*SETTINGS, PYTHON, EXAMPLE / f"with_{framework}.py")
     agents = dora("rollout", run.out, "--concurrency", "2", "--", *program, timeout_s=TIMEOUT_S)
     assert agents.code == 0, agents.err
     ended = run.end()
@@ -52,3 +55,41 @@ def test_a_framework_runs_the_episodes_of_a_run(start_run: StartRun, framework: 
         for each in right
         if each is not None and 0 in each.loss_mask  # the results of the calls
     )
+
+
+@pytest.mark.parametrize("framework", ["mini_swe_agent", "smolagents"])
+def test_a_framework_runs_the_episodes_of_a_model_that_does_not_know_its_tools(
+    start_run: StartRun, tmp_path: Path, framework: str
+) -> None:
+    """It has a long prompt of its own, and repeats it after each turn with an error; the rewards are 0."""
+    shutil.copytree(EXAMPLE, tmp_path / "shop")
+    file = tmp_path / "shop" / "start" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 20000}))
+    run = start_run(
+        tmp_path / "shop" / "harness.toml",
+        command="serve",
+        run__steps=1,
+        trainer__batch_size=1,
+        sampling__group_size=2,
+        sampling__max_response_length=1000,
+        sampling__stop='["Observation:", "Calling tools:"]',
+        data__max_prompt_length=16000,
+        engine__max_num_seqs=4,
+        trainer__micro_batch_tokens=20000,
+        eval__num_prompts=0,
+        reward__max_failed_fraction=0.0,
+    )
+    run.wait_until((run.out / "service.json").exists, "its service")
+    program = f"{PYTHON} {EXAMPLES}/agents/with_{framework}.py; echo 0"
+    agents = dora(
+        "rollout", run.out, "--concurrency", "2", "--", *SETTINGS, "sh", "-c", program, timeout_s=TIMEOUT_S
+    )
+    assert agents.code == 0, agents.err
+    ended = run.end()
+    assert ended.code == 0, ended.err
+    assert audit.check(run.out).findings == ()
+    trained = [row for row in read_samples(run.out).values() if row.state == "trained"]
+    assert len(trained) == 2
+    for response in read_responses(run.out, trained):
+        assert response is not None
+        assert 0 in response.loss_mask, "more than one turn"
