@@ -6,6 +6,7 @@ import json
 import signal
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -52,8 +53,9 @@ def damage_exported_kv(run: LiveRun, number: int) -> Fault:
 
     def watch() -> None:
         while not is_damaged.is_set():
-            if any(_damage(file) for pool in pools for file in pool.glob("*/*.kv")):
-                is_damaged.set()
+            with suppress(FileNotFoundError):  # a folder that has been renamed meanwhile
+                if any(_damage(file) for pool in pools for file in pool.glob("*/*.kv")):
+                    is_damaged.set()
             time.sleep(POLL_S)
 
     threading.Thread(target=watch, daemon=True).start()
