@@ -21,7 +21,8 @@ FLEETS = {
 
 def tables() -> dict[str, Callable[[], str]]:
     """Table name -> function that writes it."""
-    made = (faults_totals, faults_kinds, faults_ray_totals, faults_ray, faults_slow)
+    totals = (faults_totals, faults_ray_totals, faults_vllm_totals)
+    made = (*totals, faults_kinds, faults_ray, faults_vllm, faults_slow)
     return {function.__name__: function for function in made}
 
 
@@ -33,6 +34,11 @@ def faults_totals() -> str:
 def faults_ray_totals() -> str:
     """The same on a cluster."""
     return _totals("faults_ray")
+
+
+def faults_vllm_totals() -> str:
+    """The same with vLLM servers."""
+    return _totals("faults_vllm")
 
 
 def _totals(name: str) -> str:
@@ -56,6 +62,11 @@ def faults_kinds() -> str:
 def faults_ray() -> str:
     """Detection and recovery on a cluster of two nodes."""
     return _times(_read("faults_ray")["rows"])
+
+
+def faults_vllm() -> str:
+    """Detection and recovery with vLLM servers."""
+    return _times(_read("faults_vllm")["rows"])
 
 
 def _times(rows: list[dict[str, Any]]) -> str:
