@@ -17,6 +17,7 @@ MAX_ROWS = 120  # of one table
 MADE_BY = {
     "engine_grid": "engine",
     "faults_ray": "faults",
+    "faults_vllm": "faults",
     "gpu": "gpu_results",
     "policies_search": "policies",
     "sglang_fleet": "vllm_fleet",
