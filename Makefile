@@ -16,8 +16,8 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 CONSTRAINTS ?= constraints-cpu.txt
-AGENT_FRAMEWORKS := anthropic==2.14.0 litellm==1.110.2 openai-agents==0.24.0 smolagents[openai]==1.26.0 mini-swe-agent==2.4.6 \
-  verifiers==0.3.1 openenv-core==0.3.0
+AGENT_FRAMEWORKS := anthropic==2.14.0 litellm==1.110.2 openai-agents==0.24.0 smolagents[openai]==1.26.0 \
+  mini-swe-agent==2.4.6 verifiers==0.3.1 openenv-core==0.3.0
 LOADERS := lm-eval==0.4.13 peft==0.21.2 accelerate==1.15.0
 NOTEBOOKS := optuna==5.0.0 nbclient==0.11.0 ipykernel==7.4.0
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
