@@ -5,8 +5,7 @@ or in a process of its own (vLLM's default on a CPU). `loads`: an idle server lo
 store, of models of several sizes; `copy_s_per_gb` is a plain copy between two warm buffers. `versions`: a
 server with one slot, which has vLLM's scheduler, and one with three, which has DORA-RL's, decode the same
 number of requests of one to three versions; then the latter loads a fourth version while two generate.
-`slots`: runs of the demo with one server, by number of slots. `policies`: the same with two slots, or one, by
-update policy; `sync` has no staleness.
+`slots`: runs of the demo with one server, by number of slots. `policies.py` compares update policies.
 
     python benchmarks/vllm_server.py --vllm-python PYTHON [--only PART] [--quick] [--json FILE]
 """
@@ -44,16 +43,8 @@ NUM_STEPS, QUICK_STEPS = 40, 8
 NUM_LOADS, QUICK_LOADS = 9, 4
 NUM_SLOTS, NUM_REPEATS = 3, 5
 NUM_REQUESTS, NUM_TOKENS = 24, 200
-POLICIES = {  # bound and slots; the policy of `slots` is dora
-    "sync": (0, 1),
-    "one_step": (1, 1),
-    "drain": (BOUND, 1),
-    "partial": (BOUND, 2),
-    "inflight": (BOUND, 2),
-    "dora": (BOUND, 2),
-}
 DEMO_MODEL = Path(__file__).parent.parent / "examples" / "gcd-start"
-PARTS = ("executors", "loads", "versions", "slots", "policies")
+PARTS = ("executors", "loads", "versions", "slots")
 
 
 def executor_row(name: str, backend: str | None, num_steps: int, repeat: int, peers: Peers) -> Row:
@@ -74,14 +65,6 @@ def slots_row(num_slots: int, num_steps: int, repeat: int, peers: Peers) -> Row:
         "repeat": repeat,
         **demo_row(on_vllm(peers, num_slots), num_steps, BOUND),
     }
-
-
-def policy_row(policy: str, num_steps: int, repeat: int, peers: Peers) -> Row:
-    bound, num_slots = POLICIES[policy]
-    changes = [*on_vllm(peers, num_slots), f"orchestrator.update_policy={policy}"]
-    if policy == "drain":
-        changes.append(f"orchestrator.batches_per_version={bound + 1}")
-    return {"policy": policy, "S": bound, "repeat": repeat, **demo_row(changes, num_steps, bound)}
 
 
 def demo_row(changes: Sequence[str], num_steps: int, bound: int) -> Row:
@@ -243,13 +226,6 @@ def ratios_of(rows: Sequence[Row]) -> dict[str, float]:
     }
     for num_slots in samples.keys() - {1}:
         ratios[f"samples_per_s_{num_slots}_slots_over_1"] = samples[num_slots] / samples[1]
-    policies = {
-        policy: statistics.median(float(row["samples_per_s"]) for row in rows if row.get("policy") == policy)
-        for policy in POLICIES
-        if any(row.get("policy") == policy for row in rows)
-    }
-    for policy in policies.keys() - {"dora"}:
-        ratios[f"samples_per_s_dora_over_{policy}"] = policies["dora"] / policies[policy]
     if runs:
         own, other = (
             statistics.median(float(run["samples_per_cpu_s"]) for run in runs if run["executor"] == name)
@@ -284,8 +260,6 @@ def main() -> None:
             rows += [executor_row(*each, num_steps, repeat, peers) for each in EXECUTORS.items()]
         if "slots" in parts:
             rows += [slots_row(num_slots, num_steps, repeat, peers) for num_slots in range(1, NUM_SLOTS + 1)]
-        if "policies" in parts:
-            rows += [policy_row(policy, num_steps, repeat, peers) for policy in POLICIES]
     publish(options, rows, ratios_of(rows))
 
 

@@ -27,6 +27,7 @@ from dora.engine.backends.server_plugins.dora_vllm import KEEP, PROTOCOL
 
 AUTH_TOKEN = "of this server"
 KV_LAYOUT = ["of this version", "1"]
+TICKET_SOURCE = {"remote_host": "here"}
 KV = [torch.ones(1, 2)]  # of one layer and block
 ORDER_INTERVAL_S = 0.002
 INTERVAL = 8  # tokens of an event, after the first one
@@ -195,7 +196,8 @@ class Handler(BaseHTTPRequestHandler):
                 self._send_json(200, {"results": [safetensors_digest(body["args"][0])]})
             case "/collective_rpc" if body["method"] == "dora_info":
                 (info,) = recorded_response("dora_info")["results"]
-                info |= {"kv_layout": KV_LAYOUT} if "kv" in self.server.faults else {}
+                by_ticket = [kv_files.BY_TICKET] if self.server.faults.get("by_ticket") else []
+                info |= {"kv_layout": [*by_ticket, *KV_LAYOUT]} if "kv" in self.server.faults else {}
                 info |= {"version_slots": self.server.version_slots, "protocol": PROTOCOL}
                 self._send_json(200, {"results": [info | self.server.faults.get("info", {})]})
             case "/dora/decode_only":
@@ -276,7 +278,9 @@ class Handler(BaseHTTPRequestHandler):
             len(body["token_ids"]) + num_sent,
         )
         part = kv_files.part_folder(folder)
-        if self.server.faults["kv"] != "lost":
+        if self.server.faults.get("by_ticket"):
+            kv_files.write_ticket(part, kv_files.Ticket(num_tokens, 1000, TICKET_SOURCE))
+        elif self.server.faults["kv"] != "lost":
             origin = kv_files.KVOrigin(self.server.digests[body["cache_salt"]], tuple(KV_LAYOUT))
             kv_files.write_blocks(kv_files.worker_file(part, 0), origin, KV, [0], num_tokens)
         part.rename(folder)

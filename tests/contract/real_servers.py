@@ -26,7 +26,7 @@ from dora.engine.backends.sglang import Sglang
 from dora.engine.backends.vllm import Vllm, VllmLora
 from dora.engine.interface import Capabilities
 from dora.engine.messages import ImportFinished
-from dora.engine.request import Completion, EngineError
+from dora.engine.request import Completion, EngineError, Request
 from dora.journal.reader import read_samples
 from dora.model.pretrained import save_pretrained
 from dora.model.weights import weight_digest
@@ -44,6 +44,7 @@ ONE_VERSION = {  # of a server
     "orchestrator.placement": "static",
     "orchestrator.prioritize_stragglers": "false",
 }
+LONG_CONTEXT = 512  # of responses that last for the time of a migration
 ENGINES: dict[object, Vllm | Sglang] = {}  # each server takes half a minute to start
 
 
@@ -314,6 +315,75 @@ def test_kv_that_is_damaged_after_the_import_is_committed_is_prefilled_again(tmp
     answer = driver.finish(destination, request)
     expected = reference_logprobs(0, request.prompt_ids, answer.token_ids.tolist())
     assert answer.logprobs == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(Engine is Sglang, reason="SGLang's KV cannot leave the server")
+@pytest.mark.parametrize("version_slots", [1, 2])
+def test_servers_read_each_others_kv_over_nixl(tmp_path: Path, version_slots: int) -> None:
+    """The destination computes one token. If the source's server is killed before the read, it prefills.
+
+    A request whose migration is cancelled stays, with the blocks that its server has cached.
+    """
+    if subprocess.run([PYTHON, "-c", "import nixl"], capture_output=True).returncode:
+        pytest.skip("the environment of vLLM has no nixl")
+    save_pretrained(tmp_path / "model", CONFIG, version_weights(0))
+    source, destination = (
+        Vllm(
+            model=str(tmp_path / "model"),
+            max_rows=MAX_ROWS,
+            max_context=LONG_CONTEXT,
+            version_slots=version_slots,
+            device="cpu",
+            dtype="float32",
+            python=PYTHON,
+            kv_connector="nixl",
+            pool=tmp_path / f"pool-{number}",
+        )
+        for number in range(2)
+    )
+    driver, answers = MigrationDriver(tmp_path), list[Completion]()
+    moved, kept, orphan = (make_request(number, max_tokens=LONG_CONTEXT - 9) for number in range(3))
+    try:
+        for engine in (source, destination):
+            engine.load(0, version_weights(0))
+
+        submit(driver, source, moved)
+        replies = driver.migrate(moved, source, destination, source.kv_pool)
+        (reply,) = (reply for reply in replies if isinstance(reply, ImportFinished))
+        assert (reply.num_prefilled, reply.num_bytes > 0) == (0, True)
+        answers.append(driver.finish(destination, moved))
+        assert destination.num_recomputed == 0
+
+        submit(driver, source, kept)
+        assert driver.start(kept, source, destination, source.kv_pool) == []
+        while not source._migrator.is_exported(kept.id):
+            driver.poll(source)
+        for engine in (source, destination):
+            engine.cancel_migration(driver.num_migrations)
+            driver.poll(engine)
+        answers.append(driver.finish(source, kept))
+        assert source.num_recomputed < 32  # of the last block
+
+        submit(driver, source, orphan)
+        destination.pause()  # so that it does not read the KV yet
+        driver.migrate(orphan, source, destination, source.kv_pool)
+        source.close()
+        destination.resume()
+        answers.append(driver.finish(destination, orphan))
+        assert destination.num_recomputed > 0
+    finally:
+        source.close()
+        destination.close()
+    for answer in answers:
+        expected = reference_logprobs(0, answer.prompt_ids.tolist(), answer.token_ids.tolist())
+        assert answer.logprobs == pytest.approx(expected, abs=1e-3)
+
+
+def submit(driver: MigrationDriver, engine: Vllm, request: Request) -> None:
+    """Submit a request, and wait for its first token."""
+    engine.submit([request])
+    driver.step_until_first_token(engine, request)
 
 
 @pytest.mark.timeout(300)

@@ -5,19 +5,24 @@ The servers are fakes, with KV of no meaning. `real_servers.py` checks what real
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.contract.fake_vllm_server import AUTH_TOKEN, FakeVllmServer
+from tests.contract.fake_vllm_server import AUTH_TOKEN, TICKET_SOURCE, FakeVllmServer
 from tests.contract.test_vllm import engine_at
 
 from dora.engine.backends.server_plugins import dora_kv_files as kv_files
 from dora.engine.backends.server_plugins.dora_vllm import TOKEN_VARIABLE
 from dora.engine.backends.vllm import Vllm
+from dora.engine.kv_transfer.handoff import ExportedKV, TransferError
 from dora.engine.messages import ExportFailed, ImportFailed, ImportFinished, MigrationReply
 from dora.model.pretrained import save_pretrained
+from dora.runtime.process.remote_kv import RemoteKVTransport, make_broker
 from dora.testing import CONFIG, make_request, version_weights
 from dora.testing.engine_contract import MigrationDriver
 
@@ -132,6 +137,69 @@ def test_a_request_that_is_aborted_leaves_no_kv(fleet: Fleet) -> None:
     fleet.poll_until_exported(source)
     assert source.abort([REQUEST.id]) == {REQUEST.id: 2}
     assert [*fleet.pool(0).iterdir()] == []
+
+
+def connect_by_broker(engines: Iterable[Vllm]) -> ExitStack:
+    """As engines of other machines than the driver's."""
+    stack = ExitStack()
+    broker = stack.enter_context(closing(make_broker("127.0.0.1")))
+    for engine in engines:
+        transport = stack.enter_context(closing(RemoteKVTransport(broker.address)))
+        engine.connect(transport.open_handoff, time.time)
+    return stack
+
+
+@pytest.mark.parametrize("between_machines", [False, True])
+def test_a_ticket_migrates_where_servers_read_each_others_kv(fleet: Fleet, between_machines: bool) -> None:
+    """It is in the snapshot: the destination needs no file of the source."""
+    source, destination = fleet.source(by_ticket=True), fleet.engine(by_ticket=True)
+    with connect_by_broker([source, destination] if between_machines else []):
+        reply = imported(fleet.migrate(source, destination))
+        assert (reply.num_tokens, reply.num_bytes, reply.num_prefilled) == (2, 1000, 0)
+        assert 0.0 <= reply.stop_s < 60.0
+        assert len(fleet.driver.finish(destination, REQUEST).token_ids) == 30
+    (call,) = fleet.servers[1].generate_calls
+    folder = Path(call["kv_transfer_params"]["dora_import"])
+    assert folder.parent == fleet.pool(1)
+    assert kv_files.read_ticket(folder) == (NUM_PROMPT + 1, 1000, TICKET_SOURCE)
+    assert [*fleet.pool(0).iterdir()] == []
+
+
+def test_engines_of_other_machines_migrate_requests_without_kv(fleet: Fleet) -> None:
+    source, destination = fleet.source(), fleet.engine()
+    assert source.kv_address is None
+    with connect_by_broker([source, destination]):
+        reply = imported(fleet.driver.migrate(REQUEST, source, destination))
+        assert (reply.num_bytes, reply.num_prefilled) == (0, NUM_PROMPT)
+        assert len(fleet.driver.finish(destination, REQUEST).token_ids) == 30
+
+
+def test_a_cancelled_migration_gives_the_source_its_own_ticket(fleet: Fleet) -> None:
+    source, destination = fleet.source(by_ticket=True), fleet.engine(by_ticket=True)
+    assert fleet.driver.start(REQUEST, source, destination, fleet.pool(0)) == []
+    fleet.poll_until_exported(source)
+    source.cancel_migration(1)
+    assert fleet.driver.poll(source) == [ExportFailed(1, "the migration was cancelled")]
+    fleet.servers[0].clear_faults()
+    assert len(fleet.driver.finish(source, REQUEST).token_ids) == 30
+    exported, continued = (call["kv_transfer_params"] for call in fleet.servers[0].generate_calls)
+    assert continued["dora_import"] == exported["dora_export"]  # the server releases its own ticket
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1, 2]", b"[2, [3, 4, {}]]", b"[1, [3, 4, 5]]", b"\xff"])
+def test_what_is_no_ticket_is_refused(content: bytes) -> None:
+    with pytest.raises(kv_files.KVFileError, match="no ticket of format 1"):
+        kv_files.parse_ticket(content)
+
+
+def test_a_ticket_of_too_few_tokens_is_refused(fleet: Fleet) -> None:
+    engine = fleet.engine(by_ticket=True)
+    assert engine._kv is not None
+    ticket = json.dumps([kv_files.FORMAT, [3, 1000, {}]]).encode()
+    kv = ExportedKV(fleet.pool(0), 0, ticket)
+    assert engine._kv.check(kv, "", 3).num_bytes == 1000
+    with pytest.raises(TransferError, match="of 3 tokens; 4 are needed"):
+        engine._kv.check(kv, "", 4)
 
 
 def damage(folder: Path) -> None:

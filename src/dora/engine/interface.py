@@ -172,6 +172,7 @@ class InferenceFactory(Protocol):
     With the capability `inflight_update` it also takes this keyword: "partial" or "inflight", as
     `orchestrator.update_policy`. It is not given under other policies, where requests keep their version.
     With `kv_transfer` it takes `pool`, a path in memory that other engines on the machine can read, or None.
+    If it takes `host`, it gets the machine's address if the run has several, else None.
     With `images` it takes `images`, the path of the run's `ImageFolder`.
     """
 

@@ -15,7 +15,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -28,7 +28,7 @@ from dora.engine.request import Request
 
 if TYPE_CHECKING:
     from dora.engine.decode_batch import PartialOutput
-    from dora.engine.kv_transfer.handoff import HandoffSlot
+    from dora.engine.kv_transfer.handoff import Handoff, HandoffSlot
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,26 @@ class SupportsMigration(Protocol):
 
     def poll_migrations(self) -> list[MigrationReply]:
         """Advance all migrations and return new replies. The caller calls it between steps."""
+
+
+OpenHandoff = Callable[[int, "HandoffSlot"], "Handoff"]  # by the number of a migration
+
+
+@runtime_checkable
+class MigratesBetweenMachines(Protocol):
+    """What an engine of another class implements beside `SupportsMigration` if a run may have several
+    machines.
+    """
+
+    @property
+    def kv_address(self) -> str | None:
+        """Where engines of other machines read its KV; None: requests migrate there without it."""
+
+    def connect(self, open_handoff: OpenHandoff, clock: Callable[[], float]) -> None:
+        """Open the shared state of migrations by `open_handoff`, which raises OSError.
+
+        All machines have the same `clock`. Called once, before the first migration.
+        """
 
 
 @runtime_checkable

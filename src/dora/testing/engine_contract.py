@@ -514,7 +514,7 @@ class MigrationDriver:
 
     def __init__(self, folder: Path, lease_s: float = 30.0) -> None:
         self._slots, self._lease_s = HandoffSlots(folder), lease_s
-        self._num_migrations = 0
+        self.num_migrations = 0
         self.finished: dict[RequestId, Completion] = {}
 
     def step_until_first_token(self, engine: InferenceEngine, request: Request) -> None:
@@ -537,13 +537,13 @@ class MigrationDriver:
         """Start a migration on both sides. Returns the failure if a side rejects it."""
         assert isinstance(source, SupportsMigration)
         assert isinstance(destination, SupportsMigration)
-        self._num_migrations += 1
-        slot = self._slots.allocate(self._num_migrations, request)
-        reservation = ReserveMigration(self._num_migrations, request, pool, slot, self._lease_s)
+        self.num_migrations += 1
+        slot = self._slots.allocate(self.num_migrations, request)
+        reservation = ReserveMigration(self.num_migrations, request, pool, slot, self._lease_s)
         if (rejected := destination.reserve_migration(reservation)) is not None:
             return [rejected]
         export = StartExport(
-            self._num_migrations, request.id, slot, self._lease_s, carries_kv=pool is not None
+            self.num_migrations, request.id, slot, self._lease_s, carries_kv=pool is not None
         )
         failure = source.start_export(export)
         return [] if failure is None else [failure]

@@ -40,12 +40,13 @@ from dora.engine.decode_batch import (
     turn_start_of,
 )
 from dora.engine.interface import Capabilities
-from dora.engine.kv_transfer.handoff import FORMAT_VERSION, KVFormat, TransferError
-from dora.engine.kv_transfer.server_migrator import ExportedKV, HaltedRequest, ServerMigrator
+from dora.engine.kv_transfer.handoff import FORMAT_VERSION, ExportedKV, KVFormat, TransferError
+from dora.engine.kv_transfer.server_migrator import HaltedRequest, ServerMigrator
 from dora.engine.messages import (
     ExportFailed,
     ImportFailed,
     MigrationReply,
+    OpenHandoff,
     ReserveMigration,
     StartExport,
     TurnFinished,
@@ -494,11 +495,20 @@ class HttpEngine(ABC):
         self._handle_events(len(self._open_streams), 0.0)
         return self._migrator.poll()
 
+    # MigratesBetweenMachines
+
+    def connect(self, open_handoff: OpenHandoff, clock: Callable[[], float]) -> None:
+        self._migrator = ServerMigrator(self, open_handoff, clock)
+
     # SharesKV
 
     @property
     def kv_pool(self) -> Path | None:
         return None if self._kv is None else self._kv.folder
+
+    @property
+    def kv_address(self) -> str | None:
+        return None if self._kv is None else self._kv.address
 
     # ServerHost
 
@@ -516,11 +526,11 @@ class HttpEngine(ABC):
             return reason
         return f"all {self._max_rows} rows are in use" if num_users >= self._max_rows else ""
 
-    def check_exported_kv(self, request: Request, output: PartialOutput, folder: Path) -> ExportedKV:
+    def check_exported_kv(self, request: Request, output: PartialOutput, kv: ExportedKV) -> ExportedKV:
         if self._kv is None:
             raise TransferError("this engine's server cannot import KV")
         num_computed = len(request.prompt_ids) + len(output.token_ids) - 1
-        return self._kv.check(folder, self._digests[request.version], num_computed)
+        return self._kv.check(kv, self._digests[request.version], num_computed)
 
     def resume_imported(self, request: Request, output: PartialOutput, kv: ExportedKV | None) -> None:
         kv_folder = None if kv is None or self._kv is None else self._kv.claim(kv)
@@ -532,7 +542,7 @@ class HttpEngine(ABC):
             return None
         has_token = len(running.token_ids) > running.num_prefix_tokens
         if has_token and not running.is_halting and not running.is_stopped:
-            running.is_halting, running.halting_since_s = True, time.monotonic()
+            running.is_halting, running.halting_since_s = True, self._migrator.clock()
             is_ordered = carries_kv and self._kv is not None and self._kv.order_export(running.server_id)
             if not is_ordered:
                 self._abort_streams([running])
@@ -549,7 +559,7 @@ class HttpEngine(ABC):
         num_computed = len(running.request.prompt_ids) + len(running.token_ids) - 1
         digest = self._digests[running.request.version]
         try:
-            return self._kv.check(self._kv.folder_of(running.server_id), digest, num_computed)
+            return self._kv.check(self._kv.exported(running.server_id), digest, num_computed)
         except TransferError:
             return None
 

@@ -5,18 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 from dora.engine.backends.server_plugins import dora_kv_files as kv_files
-from dora.engine.kv_transfer.handoff import TransferError
-from dora.engine.kv_transfer.server_migrator import ExportedKV
+from dora.engine.kv_transfer.handoff import ExportedKV, TransferError
 
 LEASE_S = 60.0  # KV that no server has imported by then is removed, and its request prefilled
 
 
 class KVExchange:
-    """KV of one server in `folder`. Its `num_workers` workers write blocks of `layout`; see `KVOrigin`."""
+    """KV of one server in `folder`. Its `num_workers` workers write blocks of `layout`; see `KVOrigin`.
 
-    def __init__(self, folder: Path, layout: tuple[str, ...], num_workers: int) -> None:
+    Servers that read each other's KV themselves write tickets in place of blocks. `address` is then where
+    those of other machines reach this one; None: they cannot.
+    """
+
+    def __init__(
+        self, folder: Path, layout: tuple[str, ...], num_workers: int, address: str | None = None
+    ) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.folder, self.layout, self._num_workers = folder, layout, num_workers
+        self.folder, self.layout, self._num_workers, self.address = folder, layout, num_workers, address
+        self._has_tickets = layout[0] == kv_files.BY_TICKET
 
     def folder_of(self, server_id: str) -> Path:
         """Where the server writes the KV of a request, by its id there."""
@@ -35,27 +41,54 @@ class KVExchange:
         """Whether an export is ordered and not whole yet."""
         return kv_files.part_folder(self.folder_of(server_id)).is_dir()
 
-    def check(self, folder: Path, weight_digest: str, num_tokens: int) -> ExportedKV:
-        """Raises TransferError unless `folder` has the KV of at least this many tokens, by these weights."""
-        origin = kv_files.KVOrigin(weight_digest, self.layout)
+    def exported(self, server_id: str) -> ExportedKV:
+        """The KV of a request that this server has exported. Raises TransferError if it has not."""
+        folder, ticket = self.folder_of(server_id), b""
+        if self._has_tickets:
+            try:
+                ticket = (folder / kv_files.TICKET_FILE).read_bytes()
+            except OSError as error:
+                raise TransferError(f"there is no ticket: {error}") from error
+        return ExportedKV(folder, 0, ticket)
+
+    def check(self, kv: ExportedKV, weight_digest: str, num_tokens: int) -> ExportedKV:
+        """The KV with its size. Raises TransferError unless it is of at least this many tokens.
+
+        Headers of files name the weights, which must be these. A ticket does not: the engines compare those
+        that they have loaded (`KVFormat`).
+        """
         try:
-            headers = kv_files.read_headers(folder, self._num_workers)
+            if self._has_tickets:
+                ticket = kv_files.parse_ticket(kv.ticket)
+                num_exported, num_bytes = ticket.num_tokens, ticket.num_bytes
+            else:
+                headers = kv_files.read_headers(kv.folder, self._num_workers)
+                origin = kv_files.KVOrigin(weight_digest, self.layout)
+                if other := [header.origin for header in headers if header.origin != origin]:
+                    raise TransferError(f"the KV is of {other[0]}, and this engine has {origin}")
+                num_exported = min(header.num_tokens for header in headers)
+                num_bytes = sum(header.num_bytes for header in headers)
         except kv_files.KVFileError as error:
             raise TransferError(str(error)) from error
-        for header in headers:
-            if header.origin != origin:
-                raise TransferError(f"the KV is of {header.origin}, and this engine has {origin}")
-            if header.num_tokens < num_tokens:
-                raise TransferError(f"the KV is of {header.num_tokens} tokens; {num_tokens} are needed")
-        return ExportedKV(folder, sum(header.num_bytes for header in headers))
+        if num_exported < num_tokens:
+            raise TransferError(f"the KV is of {num_exported} tokens; {num_tokens} are needed")
+        return kv._replace(num_bytes=num_bytes)
 
     def claim(self, kv: ExportedKV) -> Path:
-        """Move KV of another engine here: that engine's folder goes with it."""
+        """Move KV of another engine here: that engine's folder goes with it.
+
+        A ticket may come from another machine, so it is written here again.
+        """
         claimed = self.folder / f"{kv.folder.name}.in"
         try:
-            return kv.folder.rename(claimed)
-        except OSError:  # its engine has just ended: the server prefills
-            return claimed
+            if not self._has_tickets:
+                return kv.folder.rename(claimed)
+            claimed.mkdir(mode=0o700)
+            (claimed / kv_files.TICKET_FILE).write_bytes(kv.ticket)
+            kv_files.remove(kv.folder)
+        except OSError:  # its engine has just ended, or there is no memory: the server prefills
+            pass
+        return claimed
 
     def remove(self, folder: Path) -> None:
         kv_files.remove(folder)

@@ -21,6 +21,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -76,13 +77,10 @@ FLAGS = (
     *("--skip-tokenizer-init", "--stream-interval", "8", "--load-format", "safetensors"),
     *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
 )
-KV_CONNECTOR = {
-    "kv_connector": "KVFileConnector",
-    "kv_connector_module_path": "dora_vllm_kv",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
+KV_CONNECTORS = {  # by the option `kv_connector`: class and module
+    "files": ("KVFileConnector", "dora_vllm_kv"),
+    "nixl": ("KVNixlConnector", "dora_vllm_nixl"),
 }
-KV_FLAGS = ("--kv-transfer-config", json.dumps(KV_CONNECTOR), "--disable-hybrid-kv-cache-manager")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_HOST_IP": "127.0.0.1",  # the server's processes talk to each other on this machine only
@@ -131,6 +129,9 @@ class Vllm(HttpEngine):
         transfer = others.pop("weight_transfer", "reload")
         if transfer not in WEIGHT_TRANSFERS:
             raise ConfigError(f"weight_transfer = {transfer!r}: must be one of {', '.join(WEIGHT_TRANSFERS)}")
+        connector = others.pop("kv_connector", "files")
+        if connector not in KV_CONNECTORS:
+            raise ConfigError(f"kv_connector = {connector!r}: must be one of {', '.join(KV_CONNECTORS)}")
         if transfer != "reload" and python is None:
             raise ConfigError(
                 f"weight_transfer = {transfer!r}: the interpreter that has vLLM sends the weights; name it "
@@ -156,6 +157,8 @@ class Vllm(HttpEngine):
         num_gpus: int = 1,
         weight_transfer: str = "reload",
         sender_device: str | None = None,
+        kv_connector: str = "files",
+        host: str | None = None,
         pool: Path | None = None,
         inflight_update: str | None = None,
     ) -> None:
@@ -163,7 +166,9 @@ class Vllm(HttpEngine):
 
         A started server divides the model among `num_gpus` GPUs, of which `device` is the first. It gets
         weights by `weight_transfer`, see WEIGHT_TRANSFERS; "nccl" needs another GPU, `sender_device`.
-        Requests migrate with their KV through the folder `pool`, in memory; None: without.
+        Requests migrate with their KV through the folder `pool`, in memory; None: without. A started server
+        reads the KV of others from files there or, with kv_connector = "nixl", from their memory; those of
+        other machines reach it at `host`, if that is given.
 
         The engine is lost if the server sends nothing for `silence_s` while it has requests.
         """
@@ -178,7 +183,8 @@ class Vllm(HttpEngine):
             flags: tuple[str, ...] = ("--model", model, "--dtype", dtype, *sizes, "--seed", seed)
             transfer_flags = _transfer_flags(weight_transfer, device, num_gpus, sender_device, version_slots)
             device_flags, environment = _device_options(device, num_gpus, kv_bytes, arguments)
-            kv_flags = () if pool is None else KV_FLAGS
+            kv_flags, kv_environment = _kv_options(pool, kv_connector, host, device)
+            environment |= kv_environment
             if version_slots > 1:
                 environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the worker class exchanges the first's model
             if weight_transfer == "ipc":
@@ -208,7 +214,8 @@ class Vllm(HttpEngine):
         self._prioritized: frozenset[RequestId] = frozenset()
         self.kernels = f"vLLM {version} on {info['device']}"
         if pool is not None and info.get("kv_layout"):
-            self._kv = KVExchange(pool, tuple(info["kv_layout"]), len(infos))
+            address = host if python is not None and kv_connector == "nixl" else None
+            self._kv = KVExchange(pool, tuple(info["kv_layout"]), len(infos), address)
         self._sender: WeightSender | None = None
         if weight_transfer != "reload":
             assert python is not None
@@ -494,6 +501,39 @@ def _device_options(
     if number:
         environment |= _visible_gpus(device, num_gpus)
     return flags, environment
+
+
+def _kv_options(
+    pool: Path | None, kv_connector: str, host: str | None, device: str
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Flags and environment of a server whose requests migrate with their KV; none without a pool."""
+    if pool is None:
+        return (), {}
+    name, module = KV_CONNECTORS[kv_connector]
+    config = {
+        "kv_connector": name,
+        "kv_connector_module_path": module,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    flags = ("--kv-transfer-config", json.dumps(config), "--disable-hybrid-kv-cache-manager")
+    return flags, _nixl_environment(host, device) if kv_connector == "nixl" else {}
+
+
+def _nixl_environment(host: str | None, device: str) -> dict[str, str]:
+    """Where other servers reach this one, at a free port; without `host`, by the loopback device only."""
+    with socket.socket() as probe:
+        probe.bind((host or "127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": host or "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": f"{port}",
+    }
+    if host is None:
+        environment["UCX_NET_DEVICES"] = "lo"
+    if device == "cpu":
+        environment["UCX_TLS"] = "tcp,shm,self,cma"  # the transports that work there
+    return {key: value for key, value in environment.items() if key not in os.environ}
 
 
 def _visible_gpus(device: str, num_gpus: int) -> dict[str, str]:

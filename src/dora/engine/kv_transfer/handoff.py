@@ -31,7 +31,7 @@ from dora.engine.block_manager import num_blocks_for
 from dora.engine.decode_batch import NUM_LOGPROBS, PartialOutput
 from dora.engine.request import Request
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 _CHECKSUM_BYTES = 4
 _FILE_NAME = "migrations"
 # Words of a slot. After them the numbers of the published blocks, then the snapshot.
@@ -72,13 +72,24 @@ class KVFormat(NamedTuple):
         return self._replace(block_shape=())
 
 
+class ExportedKV(NamedTuple):
+    """KV of a halted request that its server has exported: the folder that has it, and its size.
+
+    `ticket` is that of KV which other servers read themselves; the folder may then be on another machine.
+    """
+
+    folder: Path
+    num_bytes: int
+    ticket: bytes = b""
+
+
 class RequestSnapshot(NamedTuple):
     """A running request as its source exports it.
 
     `num_computed` tokens of prompt and response have KV. `blocks` [n] are the blocks of the source's pool
     that hold it, without those that the destination had cached, and `checksums` [n] are theirs. Both are
-    empty in a token-only migration, and where a server has written the KV into `kv_folder`. `stopped_at_s` is
-    when the source stopped to decode.
+    empty in a token-only migration, and where a server has exported the KV itself (`exported_kv`).
+    `stopped_at_s` is when the source stopped to decode.
     """
 
     format: KVFormat
@@ -88,7 +99,7 @@ class RequestSnapshot(NamedTuple):
     blocks: NDArray[np.int64]
     checksums: NDArray[np.uint64]
     stopped_at_s: float
-    kv_folder: Path | None = None
+    exported_kv: ExportedKV | None = None
 
     def check(self, own_format: KVFormat, request: Request) -> None:
         """Raises TransferError if the destination cannot resume `request` from this snapshot."""

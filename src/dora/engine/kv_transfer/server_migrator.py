@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy as np
 from dora.core.types import RequestId
 from dora.engine.decode_batch import PartialOutput
 from dora.engine.kv_transfer.handoff import (
+    ExportedKV,
     HandoffMemory,
     KVFormat,
     RequestSnapshot,
@@ -24,15 +24,8 @@ from dora.engine.kv_transfer.handoff import (
     TransferError,
 )
 from dora.engine.kv_transfer.migrator import IncomingMigration, Migrator, OutgoingMigration
-from dora.engine.messages import ImportFailed, ReserveMigration, StartExport
+from dora.engine.messages import ImportFailed, OpenHandoff, ReserveMigration, StartExport
 from dora.engine.request import Request
-
-
-class ExportedKV(NamedTuple):
-    """KV of a halted request: the folder that has it, and its size."""
-
-    folder: Path
-    num_bytes: int
 
 
 class HaltedRequest(NamedTuple):
@@ -55,8 +48,8 @@ class ServerHost(Protocol):
     def reason_to_reject_import(self, request: Request) -> str:
         """Why a request cannot be imported, or an empty string."""
 
-    def check_exported_kv(self, request: Request, output: PartialOutput, folder: Path) -> ExportedKV:
-        """The KV of a request in `folder`. Raises TransferError if this engine cannot use it."""
+    def check_exported_kv(self, request: Request, output: PartialOutput, kv: ExportedKV) -> ExportedKV:
+        """The KV of a request, with its size. Raises TransferError if this engine cannot use it."""
 
     def resume_imported(self, request: Request, output: PartialOutput, kv: ExportedKV | None) -> None:
         """Continue a request that this engine owns now."""
@@ -90,9 +83,16 @@ class ServerImport(IncomingMigration):
 class ServerMigrator(Migrator[ServerExport, ServerImport]):
     """The migrations of `host`."""
 
-    def __init__(self, host: ServerHost, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        host: ServerHost,
+        open_handoff: OpenHandoff | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`open_handoff` and `clock`: see `MigratesBetweenMachines`."""
         super().__init__(clock)
-        self._host, self._handoffs = host, HandoffMemory()
+        self._host, self.clock = host, clock
+        self._open_handoff = open_handoff or HandoffMemory().open
 
     @property
     def num_reserved(self) -> int:
@@ -110,7 +110,7 @@ class ServerMigrator(Migrator[ServerExport, ServerImport]):
         if failure := failure or self._host.reason_to_reject_import(request):
             return ImportFailed(command.migration_id, failure)
         try:
-            handoff = self._handoffs.open(command.migration_id, command.slot)
+            handoff = self._open_handoff(command.migration_id, command.slot)
             handoff.reserve(Reservation(0, ""))
         except OSError as error:
             return ImportFailed(command.migration_id, f"the migration's slot cannot be written: {error}")
@@ -121,7 +121,7 @@ class ServerMigrator(Migrator[ServerExport, ServerImport]):
         return self._host.find_request(request_id)
 
     def _open_export(self, command: StartExport) -> ServerExport:
-        handoff = self._handoffs.open(command.migration_id, command.slot)
+        handoff = self._open_handoff(command.migration_id, command.slot)
         return ServerExport(command, handoff, self._clock())
 
     def _advance_export(self, migration: ServerExport) -> PartialOutput | None:
@@ -142,7 +142,7 @@ class ServerMigrator(Migrator[ServerExport, ServerImport]):
             blocks=np.zeros(0, np.int64),
             checksums=np.zeros(0, np.uint64),
             stopped_at_s=halted.stopped_at_s,
-            kv_folder=None if halted.kv is None else halted.kv.folder,
+            exported_kv=halted.kv,
         )
 
     def _release(self, request_id: RequestId) -> None:
@@ -154,11 +154,11 @@ class ServerMigrator(Migrator[ServerExport, ServerImport]):
     def _advance_import(self, migration: ServerImport) -> RequestSnapshot | None:
         snapshot, request = migration.handoff.load_snapshot(), migration.command.request
         if snapshot is not None:
-            own_format, folder = self._host.kv_format(request.version), snapshot.kv_folder
-            snapshot.check(own_format if folder is not None else own_format.without_kv(), request)
+            own_format, kv = self._host.kv_format(request.version), snapshot.exported_kv
+            snapshot.check(own_format if kv is not None else own_format.without_kv(), request)
             _check_weights(snapshot.output, request, own_format)
-            if folder is not None:
-                migration.kv = self._host.check_exported_kv(request, snapshot.output, folder)
+            if kv is not None:
+                migration.kv = self._host.check_exported_kv(request, snapshot.output, kv)
         return snapshot
 
     def _resume(self, migration: ServerImport, snapshot: RequestSnapshot) -> int:

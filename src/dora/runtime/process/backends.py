@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from inspect import isfunction, signature
 from typing import Any
@@ -18,6 +19,7 @@ from dora.engine.interface import (
     TrainingFactory,
     required_members,
 )
+from dora.engine.messages import MigratesBetweenMachines
 from dora.errors import ConfigError
 from dora.loading import load_attribute
 from dora.runtime.process.messages import EngineSpec, TrainerSpec
@@ -33,6 +35,7 @@ BUILT_IN = {
 ENGINE_ARGUMENTS = ("model", "max_rows", "max_context", "version_slots", "device", "dtype")
 INFLIGHT_UPDATE = "inflight_update"  # one more argument, under policies that break C1
 POOL = "pool"  # one more argument, for engines that migrate requests with their KV
+HOST = "host"  # one more argument, for those whose servers other machines reach
 NUM_GPUS = "num_gpus"  # one more argument, with several GPUs for each engine
 IMAGES = "images"  # one more argument, for engines that read images
 
@@ -62,6 +65,8 @@ def engines_without_images(config: Config) -> list[str]:
 
 def make_engine(spec: EngineSpec) -> InferenceEngine:
     """The backend's engine; called in the engine's process."""
+    from dora.runtime.process.remote_kv import RemoteKVTransport
+
     assert spec.backend is not None
     factory: Any = _load_engine(spec.backend, "engine.backend")  # untyped, because its options are its own
     engine: InferenceEngine = factory(
@@ -73,10 +78,13 @@ def make_engine(spec: EngineSpec) -> InferenceEngine:
         dtype=spec.dtype,
         **({} if spec.inflight_update is None else {INFLIGHT_UPDATE: spec.inflight_update}),
         **({POOL: spec.pool} if _takes_pool(factory) else {}),
+        **({HOST: spec.host} if HOST in signature(factory).parameters else {}),
         **({} if spec.num_gpus == 1 else {NUM_GPUS: spec.num_gpus}),
         **({IMAGES: spec.images} if factory.capabilities.images else {}),
         **(spec.backend_options or {}),
     )
+    if spec.host is not None and isinstance(engine, MigratesBetweenMachines):
+        engine.connect(RemoteKVTransport(spec.broker).open_handoff, time.time)
     return engine
 
 
@@ -124,11 +132,12 @@ def _check_engine(config: Config, kind: EngineKind, backend: str) -> None:
 
 def _check_arguments(config: Config, kind: EngineKind, factory: InferenceFactory, setting: str) -> None:
     """Raises ConfigError if the class does not take the arguments of `make_engine`."""
-    if repeated := kind.options.keys() & {*ENGINE_ARGUMENTS, INFLIGHT_UPDATE, POOL, IMAGES}:
+    if repeated := kind.options.keys() & {*ENGINE_ARGUMENTS, INFLIGHT_UPDATE, POOL, HOST, IMAGES}:
         raise ConfigError(f"{setting}: DORA-RL sets {min(repeated)} itself; remove it")
     call = signature(factory)
     own = dict.fromkeys((*ENGINE_ARGUMENTS, INFLIGHT_UPDATE) if config.breaks_c1 else ENGINE_ARGUMENTS)
     own |= {POOL: None} if _takes_pool(factory) else {}
+    own |= {HOST: None} if HOST in call.parameters else {}
     own |= {IMAGES: None} if factory.capabilities.images else {}
     given = {**own, **kind.options}
     for bind, arguments, remedy in (

@@ -252,7 +252,7 @@ class WorkerReady:
 
     note: str = ""  # the kernels or server that it uses, for the log
     pool: Path | None = None  # the file of an engine's KV
-    kv_address: CurveAddress | None = None  # where engines of other machines read that KV
+    kv_address: CurveAddress | str | None = None  # where engines of other machines read that KV
     client_id: str = ""  # of a consumer of the sample stream
     remote: CurveAddress | None = None  # where other machines reach the sample stream
     continues_outputs: bool = False  # an engine continues the outputs of lost ones

@@ -73,7 +73,7 @@ class EnginePool:
         self.migrations = Migrations(folder, runtime.migration_timeout_s, events, self.send)
         self._last_error: DoraError | None = None  # of the engine lost last
         self._kv_pools: dict[int, Path] = {}
-        self._kv_addresses: dict[int, CurveAddress] = {}
+        self._kv_addresses: dict[int, CurveAddress | str] = {}
         self._continuing: set[int] = set()  # engines that continue the outputs of lost ones
         self._num_started = 0
         self._slots: dict[int, Slot] = {}  # of all current and former engines
@@ -211,7 +211,7 @@ class EnginePool:
         """Whether a migration of the request is in progress."""
         return any(each.action.request == request for each in self.migrations.in_progress.values())
 
-    def _kv_source(self, source: int, destination: int) -> Path | CurveAddress | None:
+    def _kv_source(self, source: int, destination: int) -> Path | CurveAddress | str | None:
         """Where the destination reads the source's KV; None if it cannot."""
         if destination not in self._kv_pools or self._backend(source) != self._backend(destination):
             return None

@@ -18,6 +18,7 @@ from dora.core.types import RequestId
 from dora.engine.interface import InferenceEngine, LoadsFiles, RecomputesKV, SupportsWarmUp
 from dora.engine.messages import (
     ContinuesOutputs,
+    MigratesBetweenMachines,
     OutputPart,
     SharesKV,
     SupportsEpisodes,
@@ -140,7 +141,11 @@ def _ready_message(engine: InferenceEngine, spec: m.EngineSpec) -> m.WorkerReady
     from dora.runtime.process.remote_kv import KVPoolServer
 
     if not isinstance(engine, Engine):
-        return m.WorkerReady(engine.kernels, engine.kv_pool if isinstance(engine, SharesKV) else None)
+        return m.WorkerReady(
+            engine.kernels,
+            engine.kv_pool if isinstance(engine, SharesKV) else None,
+            engine.kv_address if isinstance(engine, MigratesBetweenMachines) else None,
+        )
     if engine.shared_kv is None:
         return m.WorkerReady(engine.kernels)
     blocks = engine.shared_kv.blocks

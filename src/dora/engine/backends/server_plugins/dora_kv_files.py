@@ -6,8 +6,10 @@ The folder `NAME` has a file of each worker. Its life:
     NAME         renamed by the server's scheduler once all workers have written
     removed      by the server that has imported it, or by an engine once it is over its lease
 
-A file has a JSON header, which says what the KV is of, and the blocks of each layer. Nothing in it is
-executed. It runs in servers, which have no package `dora`, and in DORA-RL's engines.
+A file has a JSON header, which says what the KV is of, and the blocks of each layer. Where servers read each
+other's KV themselves, the folder has one file in place of those: a ticket, JSON that says where the KV is.
+Nothing in these files is executed. This module runs in servers, which have no package `dora`, and in
+DORA-RL's engines.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from torch import Tensor
 
 FORMAT = 1
 HEADER_BYTES = 4096
+TICKET_FILE = "ticket.json"
+BY_TICKET = "by ticket"  # the first item of a layout whose KV other servers read by its ticket
 
 
 class KVFileError(Exception):
@@ -52,6 +56,14 @@ class KVHeader(NamedTuple):
     num_blocks: int
     num_bytes: int  # of the blocks
     checksum: int
+
+
+class Ticket(NamedTuple):
+    """KV of `num_tokens` tokens at a server; `source` says where, in the words of the servers."""
+
+    num_tokens: int
+    num_bytes: int
+    source: dict[str, Any]
 
 
 def part_folder(folder: Path) -> Path:
@@ -88,6 +100,31 @@ def worker_file(folder: Path, rank: int) -> Path:
 def read_headers(folder: Path, num_workers: int) -> list[KVHeader]:
     """Headers of a whole folder. Raises KVFileError."""
     return [_read_header(worker_file(folder, rank)) for rank in range(num_workers)]
+
+
+def write_ticket(folder: Path, ticket: Ticket) -> None:
+    """Raises OSError."""
+    (folder / TICKET_FILE).write_text(json.dumps([FORMAT, ticket]), encoding="utf-8")
+
+
+def read_ticket(folder: Path) -> Ticket:
+    """The ticket in a folder. Raises KVFileError."""
+    try:
+        return parse_ticket((folder / TICKET_FILE).read_bytes())
+    except OSError as error:
+        raise KVFileError(f"{folder} has no ticket: {error}") from error
+
+
+def parse_ticket(content: bytes) -> Ticket:
+    """Raises KVFileError for anything but a ticket."""
+    try:
+        number, (num_tokens, num_bytes, source) = json.loads(content)
+        ticket = Ticket(int(num_tokens), int(num_bytes), dict(source))
+    except (TypeError, ValueError) as error:
+        raise KVFileError(f"it is no ticket of format {FORMAT}: {error}") from error
+    if number != FORMAT:
+        raise KVFileError(f"it is no ticket of format {FORMAT}")
+    return ticket
 
 
 def write_blocks(

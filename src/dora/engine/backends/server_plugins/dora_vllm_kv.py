@@ -12,6 +12,7 @@ request only. A folder that is missing, damaged, or of other weights is not used
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,40 @@ class Transfers(KVConnectorMetadata):  # type: ignore[misc]
     imports: list[Import] = field(default_factory=list)
 
 
+class ExportOrders:
+    """The exports that engines order of a scheduler's requests, each by making a folder."""
+
+    def __init__(self) -> None:
+        self._pool: Path | None = None  # the parent of all folders of exports
+        self._exportable: dict[str, Any] = {}  # unfinished requests, by their part folders
+
+    def add(self, request: Any) -> None:
+        """A new request, whose export may be ordered."""
+        if (folder := param(request, "dora_export")) is not None:
+            part = kv_files.part_folder(Path(folder))
+            self._exportable[part.name] = request
+            self._pool = part.parent
+
+    def halt_ordered(self) -> None:
+        """Let the requests whose export is ordered end with their next token, so that clients get all tokens.
+
+        An abort would lose those that are on their way to it.
+        """
+        if self._pool is not None and self._exportable:
+            for name in self._exportable.keys() & {*os.listdir(self._pool)}:
+                request = self._exportable[name]
+                request.max_tokens = min(request.max_tokens, request.num_output_tokens + 1)
+
+    def finish(self, request: Any) -> Path | None:
+        """The folder that the KV of a finished request goes to; None if it was not halted."""
+        if (folder := param(request, "dora_export")) is None:
+            return None
+        part = kv_files.part_folder(Path(folder))
+        del self._exportable[part.name]
+        is_halted = request.status == RequestStatus.FINISHED_LENGTH_CAPPED and part.is_dir()
+        return Path(folder) if is_halted else None
+
+
 class KVFileConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """One object in the scheduler, and one in each worker."""
 
@@ -70,8 +105,7 @@ class KVFileConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._num_blocks = kv_cache_config.num_blocks
         self._rank, self._num_workers = parallel.rank, parallel.world_size
         self._transfers = Transfers()
-        self._pool: Path | None = None  # the parent of all folders of exports
-        self._exportable: dict[str, Any] = {}  # the scheduler's unfinished requests, by their part folders
+        self._orders = ExportOrders()
         self._exporting: dict[str, Path] = {}  # the scheduler's, until all workers have written
         self._layers: list[Any] = []  # the worker's caches: [blocks, ...] each
         self._written: set[str] = set()
@@ -85,35 +119,17 @@ class KVFileConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # the scheduler
 
     def on_new_request(self, request: Any) -> None:
-        if (folder := _param(request, "dora_export")) is not None:
-            part = kv_files.part_folder(Path(folder))
-            self._exportable[part.name] = request
-            self._pool = part.parent
-
-    def _halt_ordered(self) -> None:
-        """Let the requests whose export is ordered end with their next token, so that clients get all tokens.
-
-        An abort would lose those that are on their way to it.
-        """
-        if self._pool is not None and self._exportable:
-            for name in self._exportable.keys() & {*os.listdir(self._pool)}:
-                request = self._exportable[name]
-                request.max_tokens = min(request.max_tokens, request.num_output_tokens + 1)
+        self._orders.add(request)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """Keep the blocks of a request that was halted."""
-        if (folder := _param(request, "dora_export")) is None:
-            return False, None
-        part = kv_files.part_folder(Path(folder))
-        del self._exportable[part.name]
-        if request.status != RequestStatus.FINISHED_LENGTH_CAPPED or not part.is_dir():
+        if (folder := self._orders.finish(request)) is None:
             return False, None
         num_tokens = request.num_computed_tokens
-        num_blocks = -(-num_tokens // self._block_size)
-        blocks = block_ids[:num_blocks]
-        export = Export(request.request_id, request.cache_salt, folder, blocks, num_tokens)
+        blocks = block_ids[: num_blocks_of(num_tokens, self._block_size)]
+        export = Export(request.request_id, request.cache_salt, str(folder), blocks, num_tokens)
         self._transfers.exports.append(export)
-        self._exporting[request.request_id] = Path(folder)
+        self._exporting[request.request_id] = folder
         return True, None
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -127,7 +143,7 @@ class KVFileConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """All but the last token. It is computed here, because its logits are needed."""
-        folder = _param(request, "dora_import")
+        folder = param(request, "dora_import")
         if folder is None or request.num_preemptions:
             return 0, False
         try:
@@ -148,32 +164,24 @@ class KVFileConnector(KVConnectorBase_V1):  # type: ignore[misc]
         num_tokens = request.num_tokens - 1
         folder = request.kv_transfer_params["dora_import"]
         first = (num_tokens - num_external_tokens) // self._block_size
-        last = -(-num_tokens // self._block_size)
+        last = num_blocks_of(num_tokens, self._block_size)
         blocks_to_read = list(block_ids[first:last])
         self._transfers.imports.append(Import(request.cache_salt, folder, blocks_to_read, first))
 
     def build_connector_meta(self, scheduler_output: Any) -> Transfers:
-        self._halt_ordered()
+        self._orders.halt_ordered()
         transfers, self._transfers = self._transfers, Transfers()
         return transfers
 
     # a worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._layers = [self._blocks_first(cache) for cache in kv_caches.values()]
-
-    def _blocks_first(self, cache: Any) -> Any:
-        """A view whose first dimension is the block; some attention backends have keys and values there."""
-        return cache if cache.shape[0] == self._num_blocks else cache.transpose(0, 1)
+        self._layers = [blocks_first(cache, self._num_blocks) for cache in kv_caches.values()]
 
     @property
     def layout(self) -> tuple[str, ...]:
         """See `KVOrigin`. Empty if the layers' blocks are not of one shape."""
-        kinds = {(str(layer.dtype), *map(str, layer.shape[1:])) for layer in self._layers}
-        if len(kinds) != 1:
-            return ()
-        sizes = (self._num_workers, len(self._layers), self._block_size)
-        return (vllm.__version__, self._layers[0].device.type, *map(str, sizes), *kinds.pop())
+        return layout_of(self._layers, self._num_workers, self._block_size)
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         for each in self._get_connector_metadata().imports:
@@ -215,6 +223,26 @@ class KVFileConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return kv_files.KVOrigin(self.weight_digests.get(version, ""), self.layout)
 
 
-def _param(request: Any, name: str) -> str | None:
+def param(request: Any, name: str) -> str | None:
+    """One of DORA-RL's parameters of a request: a folder."""
     folder: str | None = (request.kv_transfer_params or {}).get(name)
     return folder
+
+
+def num_blocks_of(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold the KV of so many tokens."""
+    return -(-num_tokens // block_size)
+
+
+def blocks_first(cache: Any, num_blocks: int) -> Any:
+    """A view whose first dimension is the block; some attention backends have keys and values there."""
+    return cache if cache.shape[0] == num_blocks else cache.transpose(0, 1)
+
+
+def layout_of(layers: Sequence[Any], num_workers: int, block_size: int) -> tuple[str, ...]:
+    """The `layout` of a `KVOrigin`; empty if the layers' blocks are not of one shape."""
+    kinds = {(str(layer.dtype), *map(str, layer.shape[1:])) for layer in layers}
+    if len(kinds) != 1:
+        return ()
+    sizes = (num_workers, len(layers), block_size)
+    return (vllm.__version__, layers[0].device.type, *map(str, sizes), *kinds.pop())
