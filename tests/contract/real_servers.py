@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,7 +26,7 @@ from dora.engine.backends.server_plugins.dora_kv_files import HEADER_BYTES
 from dora.engine.backends.sglang import Sglang
 from dora.engine.backends.vllm import Vllm, VllmLora
 from dora.engine.interface import Capabilities
-from dora.engine.messages import ImportFinished
+from dora.engine.messages import ExportFinished, ImportFinished
 from dora.engine.request import Completion, EngineError, Request
 from dora.journal.reader import read_samples
 from dora.model.pretrained import save_pretrained
@@ -44,7 +45,7 @@ ONE_VERSION = {  # of a server
     "orchestrator.placement": "static",
     "orchestrator.prioritize_stragglers": "false",
 }
-LONG_CONTEXT = 512  # of responses that last for the time of a migration
+LONG_CONTEXT = 2048  # of responses that last for the time of a migration
 ENGINES: dict[object, Vllm | Sglang] = {}  # each server takes half a minute to start
 
 
@@ -327,21 +328,9 @@ def test_servers_read_each_others_kv_over_nixl(tmp_path: Path, version_slots: in
     """
     if subprocess.run([PYTHON, "-c", "import nixl"], capture_output=True).returncode:
         pytest.skip("the environment of vLLM has no nixl")
-    save_pretrained(tmp_path / "model", CONFIG, version_weights(0))
-    source, destination = (
-        Vllm(
-            model=str(tmp_path / "model"),
-            max_rows=MAX_ROWS,
-            max_context=LONG_CONTEXT,
-            version_slots=version_slots,
-            device="cpu",
-            dtype="float32",
-            python=PYTHON,
-            kv_connector="nixl",
-            pool=tmp_path / f"pool-{number}",
-        )
-        for number in range(2)
-    )
+    config = replace(CONFIG, max_position_embeddings=LONG_CONTEXT)
+    save_pretrained(tmp_path / "model", config, version_weights(0))
+    source, destination = (nixl_engine(tmp_path, number, version_slots) for number in range(2))
     driver, answers = MigrationDriver(tmp_path), list[Completion]()
     moved, kept, orphan = (make_request(number, max_tokens=LONG_CONTEXT - 9) for number in range(3))
     try:
@@ -352,7 +341,7 @@ def test_servers_read_each_others_kv_over_nixl(tmp_path: Path, version_slots: in
         replies = driver.migrate(moved, source, destination, source.kv_pool)
         (reply,) = (reply for reply in replies if isinstance(reply, ImportFinished))
         assert (reply.num_prefilled, reply.num_bytes > 0) == (0, True)
-        answers.append(driver.finish(destination, moved))
+        answers.append(finish(driver, destination, moved))
         assert destination.num_recomputed == 0
 
         submit(driver, source, kept)
@@ -362,28 +351,54 @@ def test_servers_read_each_others_kv_over_nixl(tmp_path: Path, version_slots: in
         for engine in (source, destination):
             engine.cancel_migration(driver.num_migrations)
             driver.poll(engine)
-        answers.append(driver.finish(source, kept))
+        answers.append(finish(driver, source, kept))
         assert source.num_recomputed < 32  # of the last block
 
         submit(driver, source, orphan)
         destination.pause()  # so that it does not read the KV yet
-        driver.migrate(orphan, source, destination, source.kv_pool)
+        replies = driver.migrate(orphan, source, destination, source.kv_pool)
+        assert {type(reply) for reply in replies} == {ImportFinished, ExportFinished}
         source.close()
         destination.resume()
-        answers.append(driver.finish(destination, orphan))
-        assert destination.num_recomputed > 0
+        answers.append(finish(driver, destination, orphan))
     finally:
         source.close()
         destination.close()
+    compute = GroupLogprobs(config, TrainerSettings(lr=0.0, num_steps=1), "cpu")
+    compute.load_weights(version_weights(0))
     for answer in answers:
-        expected = reference_logprobs(0, answer.prompt_ids.tolist(), answer.token_ids.tolist())
-        assert answer.logprobs == pytest.approx(expected, abs=1e-3)
+        sample = Sample(
+            answer.prompt_ids.tolist(), answer.token_ids.tolist(), [0.0] * len(answer.token_ids), 0.0
+        )
+        assert answer.logprobs == pytest.approx(compute([sample])[0].tolist(), abs=1e-3)
+
+
+def nixl_engine(folder: Path, number: int, version_slots: int) -> Vllm:
+    return Vllm(
+        model=str(folder / "model"),
+        max_rows=MAX_ROWS,
+        max_context=LONG_CONTEXT,
+        version_slots=version_slots,
+        device="cpu",
+        dtype="float32",
+        python=PYTHON,
+        kv_connector="nixl",
+        pool=folder / f"pool-{number}",
+    )
 
 
 def submit(driver: MigrationDriver, engine: Vllm, request: Request) -> None:
     """Submit a request, and wait for its first token."""
     engine.submit([request])
     driver.step_until_first_token(engine, request)
+
+
+def finish(driver: MigrationDriver, engine: Vllm, request: Request) -> Completion:
+    """The response, once the server has also said how many tokens it has prefilled."""
+    answer = driver.finish(engine, request)
+    while engine._open_streams:
+        engine._handle_events(1, 0.1)
+    return answer
 
 
 @pytest.mark.timeout(300)

@@ -16,6 +16,7 @@ import pytest
 from tests.contract.fake_vllm_server import AUTH_TOKEN, TICKET_SOURCE, FakeVllmServer
 from tests.contract.test_vllm import engine_at
 
+from dora.engine.backends import http_engine
 from dora.engine.backends.server_plugins import dora_kv_files as kv_files
 from dora.engine.backends.server_plugins.dora_vllm import TOKEN_VARIABLE
 from dora.engine.backends.vllm import Vllm
@@ -24,7 +25,7 @@ from dora.engine.messages import ExportFailed, ImportFailed, ImportFinished, Mig
 from dora.model.pretrained import save_pretrained
 from dora.runtime.process.remote_kv import RemoteKVTransport, make_broker
 from dora.testing import CONFIG, make_request, version_weights
-from dora.testing.engine_contract import MigrationDriver
+from dora.testing.engine_contract import POLL_S, MigrationDriver
 
 REQUEST = make_request(0, max_tokens=30)
 NUM_PROMPT = len(REQUEST.prompt_ids)
@@ -64,6 +65,8 @@ class Fleet:
             assert self.driver.poll(source) == []
             if source._migrator.is_exported(REQUEST.id):
                 return
+            time.sleep(POLL_S)
+        pytest.fail("the request is not exported")
 
 
 @pytest.fixture
@@ -184,6 +187,24 @@ def test_a_cancelled_migration_gives_the_source_its_own_ticket(fleet: Fleet) -> 
     assert len(fleet.driver.finish(source, REQUEST).token_ids) == 30
     exported, continued = (call["kv_transfer_params"] for call in fleet.servers[0].generate_calls)
     assert continued["dora_import"] == exported["dora_export"]  # the server releases its own ticket
+
+
+def test_a_request_whose_kv_does_not_arrive_is_prefilled(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server waits for the KV of a source that is lost, for example."""
+    source, destination = fleet.source(), fleet.engine(holds_after=0)
+    fleet.migrate(source, destination)
+    fleet.driver.step(destination)
+    assert len(fleet.servers[1].generate_calls) == 1
+    monkeypatch.setattr(http_engine, "IMPORT_TIMEOUT_S", 0.0)
+    fleet.driver.step(destination)
+    old, new = fleet.servers[1].generate_calls_when(2)
+    assert f"generate-tokens-{old['request_id']}" in fleet.servers[1].aborted
+    assert ["dora_import" in call["kv_transfer_params"] for call in (old, new)] == [True, False]
+    assert destination.num_recomputed == NUM_PROMPT + 2
+    fleet.servers[1].clear_faults()
+    assert len(fleet.driver.finish(destination, REQUEST).token_ids) == 30
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1, 2]", b"[2, [3, 4, {}]]", b"[1, [3, 4, 5]]", b"\xff"])

@@ -7,6 +7,7 @@ does not claim are skipped.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -54,6 +55,7 @@ CHARACTERS = "abcdefghijklmnopqrstuvwxyz01"  # the texts of the tokens, in order
 BF16_TOLERANCE = 0.2  # of log-probs of this model in bf16 (nats): its distributions are sharp
 MAX_ATTEMPTS = 8  # at a migration of a request that may finish first
 MAX_STEPS = 10_000  # for a few short responses
+POLL_S = 0.001  # between two polls of a migration
 
 
 class InferenceContract:
@@ -562,6 +564,7 @@ class MigrationDriver:
                 break
             replies += self.poll(source) + self.poll(destination)
             self.step(source)
+            time.sleep(POLL_S)  # another process may be at work
         return replies
 
     def poll(self, engine: InferenceEngine) -> list[MigrationReply]:

@@ -60,6 +60,7 @@ from dora.weights.version_file import read_header
 
 STEP_WAIT_S = 0.02  # the longest that a step waits for the server
 MIGRATING_WAIT_S = 0.001  # the same while requests migrate, which pause meanwhile
+IMPORT_TIMEOUT_S = 30.0  # the longest that a server may take to the first token after the KV that it imports
 LOAD_CHECK_S = 1.0  # between two checks that a server which loads still responds
 ABORT_TIMEOUT_S = 30.0  # the longest that the server may generate for requests that were aborted
 
@@ -101,6 +102,7 @@ class ServerRequest:
     sent_version: int = 0  # its version as this response began
     is_renewing: bool = False  # it has been aborted, and continues with `request.version` in another response
     kv_folder: Path | None = None  # the KV that the server imports
+    sent_at_s: float = 0.0  # when this response began
     # Of an episode:
     turn_start: int = 0  # number of the current turn's first token
     num_observed: int = 0  # observation tokens before this turn, if the server has read those before them
@@ -415,6 +417,8 @@ class HttpEngine(ABC):
     def resume(self) -> None:
         self._set_paused(False)
         self._is_paused, self._last_event_s = False, time.monotonic()
+        for running in self._running.values():
+            running.sent_at_s = self._last_event_s
 
     def decode_only(self, ids: Iterable[RequestId]) -> None:
         """Raises EngineError for any ids: `capabilities` does not claim it."""
@@ -429,6 +433,7 @@ class HttpEngine(ABC):
         began_s = time.monotonic()
         self.server.check_alive()
         self._start_waiting()
+        self._restart_stuck_imports(began_s)
         num_streams = sum(running.is_generating for running in self._running.values())
         self._handle_events(num_streams, MIGRATING_WAIT_S if self.num_migrations else STEP_WAIT_S)
         self.busy_row_s += num_streams * (time.monotonic() - began_s)
@@ -592,6 +597,15 @@ class HttpEngine(ABC):
         while self._waiting and self._num_rows + self._migrator.num_reserved < self._max_rows:
             self._start_stream(self._waiting.pop(next(iter(self._waiting))))
 
+    def _restart_stuck_imports(self, now_s: float) -> None:
+        """Let the server prefill requests whose KV does not arrive, perhaps because its source is lost."""
+        for running in [*self._running.values()]:
+            is_late = running.kv_folder is not None and now_s - running.sent_at_s > IMPORT_TIMEOUT_S
+            if is_late and running.is_generating and not running.num_generated:
+                self._abort_streams([running])
+                self.num_recomputed += len(running.prompt_ids)
+                self._start_stream(running)
+
     @property
     def _num_rows(self) -> int:
         """Requests at the server. An episode between two turns is not there."""
@@ -617,6 +631,7 @@ class HttpEngine(ABC):
             num_observed=num_observed,
             chunks=previous.chunks,
             sent_version=previous.request.version,
+            sent_at_s=time.monotonic(),
         )
         self._running[running.request.id] = running
         if not self._open_streams:
