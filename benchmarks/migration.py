@@ -7,7 +7,8 @@ changes its version. Stop time is measured while both engines decode, from the s
 destination's first one, in decode steps.
 
 With --vllm-python, requests of 128 to 4,096 tokens migrate between two vLLM servers instead, once with their
-KV and once without. Stop time is then from the source's halt to the first token from the destination.
+KV and once without: in files, and over NIXL if that interpreter has it. Stop time is then from the source's
+halt to the first token from the destination.
 
     python benchmarks/migration.py [--vllm-python PYTHON] [--quick] [--json FILE]
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import random
 import shutil
 import statistics
+import subprocess
 import time
 from collections import deque
 from collections.abc import Callable
@@ -309,7 +311,7 @@ NUM_BEFORE, NUM_AFTER = 32, 96  # tokens of the answer before and after the migr
 class ServerPair:
     """Two engines on vLLM servers with version 0, and a driver that only migrates, in this process."""
 
-    def __init__(self, config: ModelConfig, python: str) -> None:
+    def __init__(self, config: ModelConfig, python: str, kv_connector: str) -> None:
         from dora.engine.backends.vllm import Vllm
 
         self._folder, self._vocab_size, self._source = (
@@ -325,7 +327,8 @@ class ServerPair:
             pool = self._folder / f"pool-{number}"
             sizes = {"max_rows": 2, "max_context": VLLM_TOKENS[-1] + NUM_AFTER, "version_slots": 1}
             where = {"device": "cpu", "dtype": "float32", "python": python, "pool": pool}
-            self.engines.append(Vllm(model=str(self._folder / "model"), **sizes, **where))
+            model = str(self._folder / "model")
+            self.engines.append(Vllm(model=model, kv_connector=kv_connector, **sizes, **where))
             self.engines[-1].load(0, weights)
 
     def close(self) -> None:
@@ -408,17 +411,23 @@ def measure_vllm(pair: ServerPair, num_tokens: int, num_repeats: int) -> Row:
 
 def run_vllm(options: Options, python: str) -> None:
     config = replace(THIRTY_MILLION, max_position_embeddings=VLLM_TOKENS[-1] + NUM_AFTER)
-    pair = ServerPair(config, python)
-    try:
-        measure_vllm(pair, VLLM_TOKENS[0], 1)  # the first calls of a server are slow
-        lengths = VLLM_TOKENS[:3] if options.quick else VLLM_TOKENS
-        rows = [measure_vllm(pair, num_tokens, 3 if options.quick else 7) for num_tokens in lengths]
-        num_recomputed = sum(engine.num_recomputed for engine in pair.engines)
-    finally:
-        pair.close()
-    ratios = {f"prefill_over_kv_{row['vllm_tokens']}": float(row["ratio"]) for row in rows}
-    ratios["prefilled_with_kv"] = float(num_recomputed + sum(int(row["max_prefilled"]) for row in rows))
-    ratios["logprob_difference"] = max(float(row["logprob_difference"]) for row in rows)
+    has_nixl = not subprocess.run([python, "-c", "import nixl"], capture_output=True).returncode
+    rows: list[Row] = []
+    ratios: dict[str, float] = {}
+    for kv_connector in ("files", "nixl") if has_nixl else ("files",):
+        pair = ServerPair(config, python, kv_connector)
+        try:
+            measure_vllm(pair, VLLM_TOKENS[0], 1)  # the first calls of a server are slow
+            lengths = VLLM_TOKENS[:3] if options.quick else VLLM_TOKENS
+            own = [measure_vllm(pair, num_tokens, 3 if options.quick else 7) for num_tokens in lengths]
+            num_recomputed = sum(engine.num_recomputed for engine in pair.engines)
+        finally:
+            pair.close()
+        rows += [{"kv_connector": kv_connector, **row} for row in own]
+        ratios |= {f"{kv_connector}_prefill_over_kv_{row['vllm_tokens']}": float(row["ratio"]) for row in own}
+        prefilled = num_recomputed + sum(int(row["max_prefilled"]) for row in own)
+        ratios[f"{kv_connector}_prefilled_with_kv"] = float(prefilled)
+        ratios[f"{kv_connector}_logprob_difference"] = max(float(row["logprob_difference"]) for row in own)
     publish(options, rows, ratios)
 
 

@@ -19,6 +19,7 @@ MADE_BY = {
     "faults_ray": "faults",
     "faults_vllm": "faults",
     "gpu": "gpu_results",
+    "migration_vllm": "migration",
     "policies_search": "policies",
     "sglang_fleet": "vllm_fleet",
 }  # results of a script with another name

@@ -48,6 +48,7 @@ def tables() -> dict[str, Callable[[], str]]:
     ratios = {f"{name}_ratios": partial(ratios_of, *which) for name, which in WORKLOADS.items()}
     fleets = {f"{server}_fleet": partial(fleet, server) for server in ("vllm", "sglang")}
     others = {"policies_ladder": ladder, "headline": headline, "peers": peers, "peers_async": peers_async}
+    others |= {"policies_vllm": policies_vllm, "vllm_versions": vllm_versions, "vllm_moves": vllm_moves}
     others |= {"cluster_paths": paths, "cluster_held": held, "direct_ways": direct_ways}
     return {**runs, **ratios, **fleets, **others}
 
@@ -69,6 +70,60 @@ COLUMNS = (
     ("migrations", "{:.0f}"),
     ("reprefilled", "{:,.0f}"),
 )
+
+
+def policies_vllm() -> str:
+    """Every policy with vLLM servers, and `dora` over it there and with DORA-RL's own engines."""
+    found: dict[tuple[str, str, str], Found] = {}
+    for row in rows("policies_vllm"):
+        found[row["pace"], row["engine"], row["policy"]] = row
+    lines = []
+    for (pace, engine, policy), row in found.items():
+        if engine != "vllm":
+            continue
+        gains = [
+            found[pace, kind, "dora"]["tokens_per_s"] / found[pace, kind, policy]["tokens_per_s"]
+            for kind in ("vllm", "dora")
+        ]
+        cells = [form.format(row[key]) for key, form in OF_POLICIES_VLLM]
+        speed = "full" if pace == "none" else f"{pace} a step"
+        lines.append([speed, f"`{policy}`", str(row["S"]), *cells, *(f"{gain:.2f}" for gain in gains)])
+    titles = (TITLES.get(key, key.replace("_", " ")) for key, _ in OF_POLICIES_VLLM)
+    return markdown.table(
+        ("speed", "policy", "S", *titles, "`dora` over it", "with DORA-RL's engines"), lines
+    )
+
+
+OF_POLICIES_VLLM = tuple(
+    column for column in COLUMNS if column[0] not in ("trainer_idle", "staleness", "versions", "stall_s")
+)
+
+
+def vllm_versions() -> str:
+    """Tokens per second and memory of a vLLM server, by slots and versions that generate."""
+    measured = [row for row in rows("vllm_server") if "versions" in row]
+    lines = []
+    for row in measured:
+        (alone,) = (r for r in measured if (r["model"], r["slots"]) == (row["model"], 1))
+        over = row["tokens_per_s"] / alone["tokens_per_s"]
+        counts = f"{row['slots']}", f"{row['versions']}", f"{row['tokens_per_s']:,.0f}", f"{over:.2f}"
+        lines.append([row["model"], *counts, f"{row['server_mb']:,.0f}"])
+    heads = ("model", "slots", "versions", "tokens/s", "over one slot", "MB of the server")
+    return markdown.table(heads, lines)
+
+
+def vllm_moves() -> str:
+    """How long a request stops that moves between two vLLM servers, with its KV and without."""
+    found = {(row["kv_connector"], row["vllm_tokens"]): row for row in rows("migration_vllm")}
+    lines = []
+    for (connector, num_tokens), row in found.items():
+        if connector == "files":
+            over_nixl = found["nixl", num_tokens]
+            stops = row["prefill_stop_ms"], row["stop_ms"], over_nixl["stop_ms"]
+            ratios = f"{row['ratio']:.1f}", f"{over_nixl['ratio']:.1f}"
+            lines.append([f"{num_tokens:,}", *(f"{stop:.0f}" for stop in stops), *ratios])
+    heads = ("tokens", "prefilled again", "KV in files", "over NIXL", "ratio, files", "ratio, NIXL")
+    return markdown.table(heads, lines)
 
 
 def ratios_of(workload: str, pace: str) -> str:

@@ -16,6 +16,7 @@ import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -87,9 +88,10 @@ class ServerRequest:
 
     request: Request
     server_id: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    raw_logprobs: list[float] = field(default_factory=list)  # at temperature 1, NaN where unknown
+    # Arrays, of which a copy for NumPy costs little.
+    token_ids: array[int] = field(default_factory=lambda: array("q"))
+    logprobs: array[float] = field(default_factory=lambda: array("d"))
+    raw_logprobs: array[float] = field(default_factory=lambda: array("d"))  # at temperature 1, NaN: unknown
     num_prefix_tokens: int = 0
     num_proven: int = 0  # tokens whose weights the server has listed, and those before this response
     num_discarded: int = 0  # tokens that the server has generated after the end of a stop string
@@ -128,7 +130,7 @@ class ServerRequest:
     @property
     def turn_ids(self) -> list[int]:
         """The tokens of the current turn so far."""
-        return self.token_ids[self.turn_start :]
+        return self.token_ids[self.turn_start :].tolist()
 
     @property
     def weights_version(self) -> int:
@@ -462,8 +464,8 @@ class HttpEngine(ABC):
         running = self._between_turns(request_id)
         num_left = running.request.sampling.max_tokens - len(running.token_ids)
         check_observation(request_id, token_ids, num_left, self._config.vocab_size)
-        unknown = [math.nan] * len(token_ids)
-        running.token_ids += token_ids
+        unknown = array("d", [math.nan]) * len(token_ids)
+        running.token_ids.extend(token_ids)
         running.logprobs += unknown
         running.raw_logprobs += unknown
         running.turn_start = len(running.token_ids)
@@ -683,16 +685,17 @@ class HttpEngine(ABC):
         was_stopped = running.is_stopped
         try:
             delta = self._parse_event(running, event)
-        except (KeyError, TypeError, ValueError):
+            token_ids, logprobs = array("q", delta.token_ids), array("d", delta.logprobs)
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise RunError(
                 f"request {running.request.id}: {self.server} sent an unknown event: {event}"
                 f"{self.server.first_logged_error()}"
             ) from None
-        if len(delta.token_ids) != len(delta.logprobs):
+        if len(token_ids) != len(logprobs):
             raise RunError(
                 f"request {running.request.id}: {self.server} sent tokens without log-probs: {event}"
             )
-        self._add_tokens(running, delta.token_ids, delta.logprobs)
+        self._add_tokens(running, token_ids, logprobs)
         if delta.finish_reason is not None:
             self._finish(running, delta)
             return
@@ -701,9 +704,7 @@ class HttpEngine(ABC):
         if running.is_stopped and not was_stopped:
             self._abort_streams([running])
 
-    def _add_tokens(
-        self, running: ServerRequest, token_ids: Sequence[int], logprobs: Sequence[float]
-    ) -> None:
+    def _add_tokens(self, running: ServerRequest, token_ids: array[int], logprobs: array[float]) -> None:
         """Add the tokens up to the end of the first stop string, and count the others."""
         num_kept = 0 if running.is_stopped else len(token_ids)
         if (stops := running.request.sampling.stop_strings) and not running.is_stopped:
@@ -717,7 +718,7 @@ class HttpEngine(ABC):
         is_raw = running.request.sampling.temperature in (0.0, 1.0)
         running.token_ids += token_ids[:num_kept]
         running.logprobs += kept
-        running.raw_logprobs += kept if is_raw else [math.nan] * num_kept
+        running.raw_logprobs += kept if is_raw else array("d", [math.nan]) * num_kept
         running.num_discarded += len(token_ids) - num_kept
         self.num_decoded += num_kept
 
@@ -773,7 +774,7 @@ class HttpEngine(ABC):
         num_left = running.request.sampling.max_tokens - len(running.token_ids)
         running.turn_reason = "turn_length" if reason == "length" and num_left else reason
         running.is_halting = False
-        logprobs = running.logprobs[running.turn_start :]
+        logprobs = running.logprobs[running.turn_start :].tolist()
         turn = TurnFinished(running.request.id, running.turn_ids, running.turn_reason, num_left, logprobs)
         self._finished_turns.append(turn)
 
@@ -834,9 +835,9 @@ def _continued(request: Request, output: PartialOutput) -> ServerRequest:
     unfiltered, raw = output.logprobs.astype(float)[:, 1:3].T.tolist()
     return ServerRequest(
         request,
-        token_ids=output.token_ids.tolist(),
-        logprobs=unfiltered,
-        raw_logprobs=raw,
+        token_ids=array("q", output.token_ids.tolist()),
+        logprobs=array("d", unfiltered),
+        raw_logprobs=array("d", raw),
         num_proven=len(output.token_ids),
         turn_start=turn_start_of(output),
     )
