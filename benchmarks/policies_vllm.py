@@ -1,9 +1,8 @@
 """Compare six update policies with vLLM servers as engines, beside DORA-RL's own engines.
 
-The runs, their settings and their measurements are those of `policies.py` with the workload `tail`: the
-lengths have a heavy tail and are forced. Unpaced, one engine has all rows and two cores. Paced, there are two
-engines, and a decode step of each lasts equally long for one row and for all, as on an accelerator; a server
-gets its pace from the executor that DORA-RL starts it with. Both kinds of engines have the same rows.
+The workload is `tail` of `policies.py`, whose forced lengths have a heavy tail, and the measurements are the
+same. Unpaced, one engine has all rows and two cores. Paced, there are two engines, and a decode step of each
+lasts equally long for one row and for all, as on an accelerator. Both kinds of engines have the same rows.
 Policies and kinds of engines take turns.
 
     python benchmarks/policies_vllm.py --vllm-python PYTHON [--quick] [--rows FILE] [--json FILE]
@@ -12,7 +11,6 @@ Policies and kinds of engines take turns.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +24,6 @@ from report import Row, make_parser, options_of, publish
 
 BOUND = 4
 PACE_MS = 20  # of a step; two servers and the trainer share two cores
-PACE_VARIABLE = "DORA_VLLM_MIN_STEP_S"  # of `dora_vllm_executor`
 NUM_SEEDS = 1
 BACKENDS = ("dora", "vllm")
 TWO_SLOTS: Changes = {"engine.version_slots": 2}
@@ -45,7 +42,7 @@ QUICK = ("sync", "dora")
 
 @dataclass(frozen=True)
 class Backend(Workload):
-    """A workload with engines of one kind. A server's pace is not a setting of the run."""
+    """A workload with engines of one kind. The pace of a server is one of its options."""
 
     def settings(self) -> dict[str, object]:
         settings = super().settings()
@@ -64,11 +61,13 @@ def workload_on(backend: str, is_paced: bool, vllm_python: Path) -> Backend:
         "orchestrator.prioritize_stragglers": "false",
     }
     if backend == "vllm":
+        pace = f", min_step_s = {PACE_MS / 1000}" if is_paced else ""
         changes["engine.backend"] = "vllm"
-        changes["engine.options"] = f"{{python = {json.dumps(str(vllm_python))}}}"
+        changes["engine.options"] = f"{{python = {json.dumps(str(vllm_python))}{pace}}}"
         changes["runtime.start_timeout_s"] = 900
-    pace = f"{PACE_MS}ms" if is_paced else "none"
-    return Backend(base.name, pace, base.setup_type, base.num_steps, changes)
+    return Backend(
+        base.name, f"{PACE_MS}ms" if is_paced else "none", base.setup_type, base.num_steps, changes
+    )
 
 
 def contender(policy: str, is_paced: bool) -> Contender:
@@ -108,7 +107,6 @@ def main() -> None:
     rows: list[Row] = []
     workloads = []
     for is_paced in (False, True):
-        os.environ[PACE_VARIABLE] = f"{PACE_MS / 1000}" if is_paced else "0"
         on = [(backend, workload_on(backend, is_paced, given.vllm_python)) for backend in BACKENDS]
         workloads += on
         for seed in range(NUM_SEEDS):

@@ -5,7 +5,7 @@ or in a process of its own (vLLM's default on a CPU). `loads`: an idle server lo
 store, of models of several sizes; `copy_s_per_gb` is a plain copy between two warm buffers. `versions`: a
 server with one slot, which has vLLM's scheduler, and one with three, which has DORA-RL's, decode the same
 number of requests of one to three versions; then the latter loads a fourth version while two generate.
-`slots`: runs of the demo with one server, by number of slots. `policies.py` compares update policies.
+`slots`: runs of the demo with one server, by number of slots. `policies_vllm.py` compares policies.
 
     python benchmarks/vllm_server.py --vllm-python PYTHON [--only PART] [--quick] [--json FILE]
 """

@@ -38,7 +38,7 @@ CALLS = {
     "/version": "GET /version",
     "/v1/models": "GET /v1/models",
     "/abort_requests": "abort all",
-    "/pause?mode=keep": "pause",
+    "/pause?mode=keep&clear_cache=false": "pause",
     "/resume": "resume",
     "/update_weight_version": "update_weight_version",
 }

@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from tests.runtime.running import dora, journal, metrics, settings, summary, wai
 
 from dora.engine.backends.server_plugins.dora_kv_files import HEADER_BYTES
 from dora.engine.backends.sglang import Sglang
-from dora.engine.backends.vllm import Vllm, VllmLora
+from dora.engine.backends.vllm import NIXL_LEASE_S, Vllm, VllmLora
 from dora.engine.interface import Capabilities
 from dora.engine.messages import ExportFinished, ImportFinished
 from dora.engine.request import Completion, EngineError, Request
@@ -322,7 +323,7 @@ def test_kv_that_is_damaged_after_the_import_is_committed_is_prefilled_again(tmp
 @pytest.mark.skipif(Engine is Sglang, reason="SGLang's KV cannot leave the server")
 @pytest.mark.parametrize("version_slots", [1, 2])
 def test_servers_read_each_others_kv_over_nixl(tmp_path: Path, version_slots: int) -> None:
-    """The destination computes one token. If the source's server is killed before the read, it prefills.
+    """The destination computes one token. It prefills if the lease is over, or the source's server is killed.
 
     A request whose migration is cancelled stays, with the blocks that its server has cached.
     """
@@ -332,7 +333,7 @@ def test_servers_read_each_others_kv_over_nixl(tmp_path: Path, version_slots: in
     save_pretrained(tmp_path / "model", config, version_weights(0))
     source, destination = (nixl_engine(tmp_path, number, version_slots) for number in range(2))
     driver, answers = MigrationDriver(tmp_path), list[Completion]()
-    moved, kept, orphan = (make_request(number, max_tokens=LONG_CONTEXT - 9) for number in range(3))
+    moved, kept, late, orphan = (make_request(n, max_tokens=LONG_CONTEXT - 9) for n in range(4))
     try:
         for engine in (source, destination):
             engine.load(0, version_weights(0))
@@ -354,8 +355,17 @@ def test_servers_read_each_others_kv_over_nixl(tmp_path: Path, version_slots: in
         answers.append(finish(driver, source, kept))
         assert source.num_recomputed < 32  # of the last block
 
-        submit(driver, source, orphan)
+        submit(driver, source, late)
         destination.pause()  # so that it does not read the KV yet
+        driver.migrate(late, source, destination, source.kv_pool)
+        threading.Event().wait(NIXL_LEASE_S + 1)
+        source.submit([make_request(4, max_tokens=300)])  # which gets the blocks of the ticket
+        driver.step_until_first_token(source, make_request(4))
+        destination.resume()
+        answers.append(finish(driver, destination, late))
+
+        submit(driver, source, orphan)
+        destination.pause()
         replies = driver.migrate(orphan, source, destination, source.kv_pool)
         assert {type(reply) for reply in replies} == {ImportFinished, ExportFinished}
         source.close()

@@ -6,6 +6,7 @@ The servers are fakes, with KV of no meaning. `real_servers.py` checks what real
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
@@ -65,7 +66,7 @@ class Fleet:
             assert self.driver.poll(source) == []
             if source._migrator.is_exported(REQUEST.id):
                 return
-            time.sleep(POLL_S)
+            threading.Event().wait(POLL_S)
         pytest.fail("the request is not exported")
 
 
@@ -193,7 +194,7 @@ def test_a_request_whose_kv_does_not_arrive_is_prefilled(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its server waits for the KV of a source that is lost, for example."""
-    source, destination = fleet.source(), fleet.engine(holds_after=0)
+    source, destination = fleet.source(by_ticket=True), fleet.engine(by_ticket=True, holds_after=0)
     fleet.migrate(source, destination)
     fleet.driver.step(destination)
     assert len(fleet.servers[1].generate_calls) == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from collections import deque
 from contextlib import closing
 from pathlib import Path
@@ -15,9 +17,10 @@ from tests.runtime.tiny import write_task
 
 from dora.config import load
 from dora.engine.backends import sglang, vllm
+from dora.engine.interface import Capabilities
 from dora.errors import ConfigError, InputError
 from dora.runtime.process import backends
-from dora.runtime.process.messages import WorkerCrashed
+from dora.runtime.process.messages import EngineSpec, WorkerCrashed
 from dora.runtime.process.supervisor import Supervisor
 from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.rollout.engine_pool import EnginePool
@@ -90,6 +93,60 @@ def test_a_server_divides_its_model_among_its_gpus(monkeypatch: pytest.MonkeyPat
     assert vllm._device_options("cuda:1", 1, 0, ())[0] == ()
     expected = ["--device", "cuda", "--base-gpu-id", "4", "--tp-size", "2"]
     assert [*sglang._device_flags("cuda:4", 2)] == expected
+
+
+def test_servers_over_nixl_have_ports_of_their_own_and_stay_on_loopback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert vllm._kv_options(None, "nixl", None, "cpu") == ((), {})
+    assert vllm._kv_options(tmp_path, "files", None, "cpu")[1] == {}
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    flags, environment = vllm._kv_options(tmp_path, "nixl", None, "cpu")
+    assert json.loads(flags[1])["kv_connector_extra_config"] == {"kv_lease_duration": vllm.NIXL_LEASE_S}
+    assert environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
+    assert environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] != "5600"
+    assert (environment["UCX_NET_DEVICES"], environment["UCX_TLS"]) == ("lo", "tcp,self")
+    monkeypatch.setenv("UCX_TLS", "rc")
+    _, environment = vllm._kv_options(tmp_path, "nixl", "127.0.0.1", "cuda:0")
+    assert not environment.keys() & {"UCX_NET_DEVICES", "UCX_TLS"}
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ("python = 'python3', kv_connector = 'rdma'", "must be one of files, nixl"),
+        ("url = 'http://here:8000', kv_connector = 'nixl'", "start the server with that connector"),
+    ],
+)
+def test_a_kv_connector_that_cannot_be_used_is_rejected(task: Path, options: str, error: str) -> None:
+    given = {**FITTING, "engine.backend": "vllm", "engine.options": f"{{{options}}}"}
+    with pytest.raises(ConfigError, match=error):
+        backends.check_backends(load.read_config(task, [f"{key}={value}" for key, value in given.items()]))
+
+
+class OnSeveralMachines:
+    """An engine that migrates requests between machines."""
+
+    capabilities = Capabilities(max_versions=None)
+    kv_address = None
+
+    def __init__(self, *, host: str | None, **_: object) -> None:
+        self.host, self.connected = host, list[object]()
+
+    def connect(self, *arguments: object) -> None:
+        self.connected += arguments
+
+
+@pytest.mark.parametrize("host", [None, "10.0.0.5"])
+def test_an_engine_of_a_run_with_several_machines_opens_migrations_by_the_broker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, host: str | None
+) -> None:
+    monkeypatch.setattr(backends, "_load_engine", lambda *_: OnSeveralMachines)
+    spec = EngineSpec(tmp_path, tmp_path, None, 1, 8, 1, "auto", 0.0, backend="own", host=host)
+    engine = backends.make_engine(spec)
+    assert isinstance(engine, OnSeveralMachines)
+    assert (engine.host, engine.connected[1:]) == (host, [time.time] if host else [])
 
 
 def test_a_configuration_that_the_backend_supports_is_accepted(task: Path) -> None:

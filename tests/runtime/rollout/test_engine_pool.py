@@ -36,8 +36,8 @@ class Case:
         self.supervisor.clock = DriverClock(lambda: self.monotonic_s)
         book = SampleBook(setup, samples)
         self.pool = EnginePool(setup, folder, self.supervisor, self.events, book, self.notices.append)
-        for process in self.launcher.processes:
-            process.emit(WorkerReady())
+        for number, process in enumerate(self.launcher.processes):
+            process.emit(WorkerReady(pool=folder / f"pool-{number}", kv_address=f"machine-{number}"))
         while len(self.pool.ready) < 2:
             self.supervisor.poll(5.0)
         self.supervisor.check_starts()
@@ -100,3 +100,13 @@ def test_outputs_continue_only_on_engines_that_can(case: Case) -> None:
     while 2 not in case.pool.joined:
         case.supervisor.poll(5.0)
     assert [case.pool.continues_outputs(engine) for engine in (0, 2)] == [False, True]
+
+
+def test_kv_comes_from_the_pool_on_one_node_and_from_the_address_between_two(
+    case: Case, tmp_path: Path
+) -> None:
+    assert case.pool._kv_source(0, 1) == tmp_path / "pool-0"
+    case.launcher.processes[1].node = "another"
+    assert case.pool._kv_source(0, 1) == "machine-0"
+    case.pool._kv_addresses.clear()
+    assert case.pool._kv_source(0, 1) is None

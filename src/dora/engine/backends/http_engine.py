@@ -104,7 +104,7 @@ class ServerRequest:
     sent_version: int = 0  # its version as this response began
     is_renewing: bool = False  # it has been aborted, and continues with `request.version` in another response
     kv_folder: Path | None = None  # the KV that the server imports
-    sent_at_s: float = 0.0  # when this response began
+    waiting_since_s: float = 0.0  # for its first token: since this response began, or the engine resumed
     # Of an episode:
     turn_start: int = 0  # number of the current turn's first token
     num_observed: int = 0  # observation tokens before this turn, if the server has read those before them
@@ -420,7 +420,7 @@ class HttpEngine(ABC):
         self._set_paused(False)
         self._is_paused, self._last_event_s = False, time.monotonic()
         for running in self._running.values():
-            running.sent_at_s = self._last_event_s
+            running.waiting_since_s = self._last_event_s
 
     def decode_only(self, ids: Iterable[RequestId]) -> None:
         """Raises EngineError for any ids: `capabilities` does not claim it."""
@@ -502,20 +502,20 @@ class HttpEngine(ABC):
         self._handle_events(len(self._open_streams), 0.0)
         return self._migrator.poll()
 
-    # MigratesBetweenMachines
-
-    def connect(self, open_handoff: OpenHandoff, clock: Callable[[], float]) -> None:
-        self._migrator = ServerMigrator(self, open_handoff, clock)
-
     # SharesKV
 
     @property
     def kv_pool(self) -> Path | None:
         return None if self._kv is None else self._kv.folder
 
+    # MigratesBetweenMachines
+
     @property
     def kv_address(self) -> str | None:
         return None if self._kv is None else self._kv.address
+
+    def connect(self, open_handoff: OpenHandoff, clock: Callable[[], float]) -> None:
+        self._migrator = ServerMigrator(self, open_handoff, clock)
 
     # ServerHost
 
@@ -587,7 +587,9 @@ class HttpEngine(ABC):
         self._start_stream(running, None if kv is None else kv.folder)
 
     def release(self, request_id: RequestId) -> None:
-        self._running.pop(request_id, None)
+        released = self._running.pop(request_id, None)
+        if released is not None and self._kv is not None and self._kv.has_tickets:
+            self._kv.remove(self._kv.folder_of(released.server_id))  # files go with the request
         self._waiting.pop(request_id, None)
 
     # responses
@@ -600,10 +602,15 @@ class HttpEngine(ABC):
             self._start_stream(self._waiting.pop(next(iter(self._waiting))))
 
     def _restart_stuck_imports(self, now_s: float) -> None:
-        """Let the server prefill requests whose KV does not arrive, perhaps because its source is lost."""
+        """Let the server prefill requests whose KV does not arrive from another server."""
+        if self._kv is None or not self._kv.has_tickets:
+            return
         for running in [*self._running.values()]:
-            is_late = running.kv_folder is not None and now_s - running.sent_at_s > IMPORT_TIMEOUT_S
+            is_late = running.kv_folder is not None and now_s - running.waiting_since_s > IMPORT_TIMEOUT_S
             if is_late and running.is_generating and not running.num_generated:
+                assert running.kv_folder is not None
+                self._kv.remove(running.kv_folder)
+                running.kv_folder = None
                 self._abort_streams([running])
                 self.num_recomputed += len(running.prompt_ids)
                 self._start_stream(running)
@@ -633,7 +640,7 @@ class HttpEngine(ABC):
             num_observed=num_observed,
             chunks=previous.chunks,
             sent_version=previous.request.version,
-            sent_at_s=time.monotonic(),
+            waiting_since_s=time.monotonic(),
         )
         self._running[running.request.id] = running
         if not self._open_streams:

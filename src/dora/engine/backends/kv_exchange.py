@@ -22,7 +22,7 @@ class KVExchange:
     ) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder, self.layout, self._num_workers, self.address = folder, layout, num_workers, address
-        self._has_tickets = layout[0] == kv_files.BY_TICKET
+        self.has_tickets = layout[0] == kv_files.BY_TICKET
 
     def folder_of(self, server_id: str) -> Path:
         """Where the server writes the KV of a request, by its id there."""
@@ -44,7 +44,7 @@ class KVExchange:
     def exported(self, server_id: str) -> ExportedKV:
         """The KV of a request that this server has exported. Raises TransferError if it has not."""
         folder, ticket = self.folder_of(server_id), b""
-        if self._has_tickets:
+        if self.has_tickets:
             try:
                 ticket = (folder / kv_files.TICKET_FILE).read_bytes()
             except OSError as error:
@@ -58,7 +58,7 @@ class KVExchange:
         that they have loaded (`KVFormat`).
         """
         try:
-            if self._has_tickets:
+            if self.has_tickets:
                 ticket = kv_files.parse_ticket(kv.ticket)
                 num_exported, num_bytes = ticket.num_tokens, ticket.num_bytes
             else:
@@ -77,15 +77,14 @@ class KVExchange:
     def claim(self, kv: ExportedKV) -> Path:
         """Move KV of another engine here: that engine's folder goes with it.
 
-        A ticket may come from another machine, so it is written here again.
+        A ticket, which may come from another machine, is written here again.
         """
         claimed = self.folder / f"{kv.folder.name}.in"
         try:
-            if not self._has_tickets:
+            if not self.has_tickets:
                 return kv.folder.rename(claimed)
             claimed.mkdir(mode=0o700)
             (claimed / kv_files.TICKET_FILE).write_bytes(kv.ticket)
-            kv_files.remove(kv.folder)
         except OSError:  # its engine has just ended, or there is no memory: the server prefills
             pass
         return claimed

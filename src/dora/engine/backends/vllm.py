@@ -51,6 +51,7 @@ from dora.engine.backends.server_plugins.dora_vllm import (
     CONTINUE_PATH,
     DECODE_ONLY_PATH,
     KEEP,
+    PACE_VARIABLE,
     PROTOCOL,
     TOKEN_VARIABLE,
 )
@@ -65,6 +66,7 @@ from dora.weights.version_file import map_version
 
 TESTED_VERSIONS = ("0.32",)  # minor versions; others have other calls, flags and classes
 LOAD_TIMEOUT_S = 600.0
+PAUSE_PATH = "/pause?mode=keep&clear_cache=false"  # by default vLLM drops the KV of running requests
 VLLM = ServerKind(
     "vLLM",
     "vllm.entrypoints.openai.api_server",
@@ -81,6 +83,9 @@ KV_CONNECTORS = {  # by the option `kv_connector`: class and module
     "files": ("KVFileConnector", "dora_vllm_kv"),
     "nixl": ("KVNixlConnector", "dora_vllm_nixl"),
 }
+# A server keeps the blocks of a ticket that nobody reads, and waits with a pause until then. vLLM reads no
+# blocks in the last 5 seconds of a lease. The reader renews it while its request waits.
+NIXL_LEASE_S = 12
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_HOST_IP": "127.0.0.1",  # the server's processes talk to each other on this machine only
@@ -132,6 +137,11 @@ class Vllm(HttpEngine):
         connector = others.pop("kv_connector", "files")
         if connector not in KV_CONNECTORS:
             raise ConfigError(f"kv_connector = {connector!r}: must be one of {', '.join(KV_CONNECTORS)}")
+        if connector != "files" and python is None:
+            raise ConfigError(
+                f"kv_connector = {connector!r}: with url, start the server with that connector, and remove "
+                "kv_connector"
+            )
         if transfer != "reload" and python is None:
             raise ConfigError(
                 f"weight_transfer = {transfer!r}: the interpreter that has vLLM sends the weights; name it "
@@ -158,6 +168,7 @@ class Vllm(HttpEngine):
         weight_transfer: str = "reload",
         sender_device: str | None = None,
         kv_connector: str = "files",
+        min_step_s: float = 0.0,
         host: str | None = None,
         pool: Path | None = None,
         inflight_update: str | None = None,
@@ -182,7 +193,7 @@ class Vllm(HttpEngine):
             seed = f"{secrets.randbits(31)}"
             flags: tuple[str, ...] = ("--model", model, "--dtype", dtype, *sizes, "--seed", seed)
             transfer_flags = _transfer_flags(weight_transfer, device, num_gpus, sender_device, version_slots)
-            device_flags, environment = _device_options(device, num_gpus, kv_bytes, arguments)
+            device_flags, environment = _device_options(device, num_gpus, kv_bytes, arguments, min_step_s)
             kv_flags, kv_environment = _kv_options(pool, kv_connector, host, device)
             environment |= kv_environment
             if version_slots > 1:
@@ -345,7 +356,7 @@ class Vllm(HttpEngine):
             self.server.call("/abort_requests", {"request_ids": ids})
 
     def _set_paused(self, is_paused: bool) -> None:
-        self.server.call("/pause?mode=keep" if is_paused else "/resume", {})
+        self.server.call(PAUSE_PATH if is_paused else "/resume", {})
 
 
 def _id_at_server(running: ServerRequest) -> str:
@@ -480,11 +491,12 @@ def _transfer_flags(
 
 
 def _device_options(
-    device: str, num_gpus: int, kv_bytes: int, arguments: Sequence[str]
+    device: str, num_gpus: int, kv_bytes: int, arguments: Sequence[str], min_step_s: float = 0.0
 ) -> tuple[Sequence[str], dict[str, str]]:
     """Flags and environment of a server on a device. The user's own environment has priority.
 
-    On a CPU the worker is in the engine's process, unless `arguments` or the environment exclude it.
+    On a CPU the worker is in the engine's process, unless `arguments` or the environment exclude it. There
+    a step lasts `min_step_s` or longer.
     """
     kind, _, number = device.partition(":")
     environment, flags = dict(ENVIRONMENT), tuple[str, ...]()
@@ -492,7 +504,7 @@ def _device_options(
         binding = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         has_one_worker = not any(re.match(r"-(tp|pp)|--[\w-]*parallel", argument) for argument in arguments)
         flags = CPU_FLAGS + (IN_PROCESS if has_one_worker and binding == "nobind" else ())
-        environment |= CPU_ENVIRONMENT
+        environment |= CPU_ENVIRONMENT | {PACE_VARIABLE: f"{min_step_s}"}
         num_gib = math.ceil(2 * kv_bytes / 2**30)  # twice: the last block of a row is partly filled
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(num_gib)
     environment = {key: value for key, value in environment.items() if key not in os.environ}
@@ -509,15 +521,16 @@ def _kv_options(
     """Flags and environment of a server whose requests migrate with their KV; none without a pool."""
     if pool is None:
         return (), {}
-    name, module = KV_CONNECTORS[kv_connector]
+    (name, module), is_nixl = KV_CONNECTORS[kv_connector], kv_connector == "nixl"
     config = {
         "kv_connector": name,
         "kv_connector_module_path": module,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
+        **({"kv_connector_extra_config": {"kv_lease_duration": NIXL_LEASE_S}} if is_nixl else {}),
     }
     flags = ("--kv-transfer-config", json.dumps(config), "--disable-hybrid-kv-cache-manager")
-    return flags, _nixl_environment(host, device) if kv_connector == "nixl" else {}
+    return flags, _nixl_environment(host, device) if is_nixl else {}
 
 
 def _nixl_environment(host: str | None, device: str) -> dict[str, str]:
@@ -525,15 +538,14 @@ def _nixl_environment(host: str | None, device: str) -> dict[str, str]:
     with socket.socket() as probe:
         probe.bind((host or "127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = {
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": host or "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": f"{port}",
-    }
-    if host is None:
-        environment["UCX_NET_DEVICES"] = "lo"
+    ucx = {} if host is not None else {"UCX_NET_DEVICES": "lo"}
     if device == "cpu":
-        environment["UCX_TLS"] = "tcp,self"  # through shared memory a read from a dead process does not end
-    return {key: value for key, value in environment.items() if key not in os.environ}
+        ucx["UCX_TLS"] = "tcp,self"  # through shared memory a read from a dead process may not end
+    return {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": host or "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": f"{port}",  # of each engine, whatever the user's environment says
+        **{key: value for key, value in ucx.items() if key not in os.environ},
+    }
 
 
 def _visible_gpus(device: str, num_gpus: int) -> dict[str, str]:

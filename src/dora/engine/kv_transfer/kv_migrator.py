@@ -72,7 +72,7 @@ class KVMigrator(Migrator[KVExport, KVImport]):
             self._scheduler.allocate_up_to,
             kv,
             peer,
-            self._clock(),
+            self.clock(),
         )
         return None
 
@@ -103,7 +103,7 @@ class KVMigrator(Migrator[KVExport, KVImport]):
         handoff = self._transport.open_handoff(command.migration_id, command.slot)
         request = self._scheduler.request(command.request_id)
         assert request is not None
-        return KVExport(command, handoff, request, self._kv if command.carries_kv else None, self._clock())
+        return KVExport(command, handoff, request, self._kv if command.carries_kv else None, self.clock())
 
     def _close_export(self, migration: KVExport) -> None:
         migration.close()
@@ -122,7 +122,7 @@ class KVMigrator(Migrator[KVExport, KVImport]):
     def _snapshot(self, migration: KVExport, output: PartialOutput) -> RequestSnapshot:
         sequence = self._scheduler.running[migration.command.request_id]
         kv_format = self._kv_format(sequence.request.version)
-        return migration.snapshot(sequence, kv_format, output, self._clock())
+        return migration.snapshot(sequence, kv_format, output, self.clock())
 
     def _release(self, request_id: RequestId) -> None:
         self._scheduler.remove(request_id)

@@ -1,8 +1,8 @@
 """The migration protocol of one engine, in both directions.
 
 `Migrator` is the state machine. Its subclasses move the data: `KVMigrator` copies KV between block pools,
-`ServerMigrator` moves tokens and log-probs, and KV in files. Each side replies once to each command of a
-migration.
+`ServerMigrator` moves tokens and log-probs, and the KV in files or by tickets. Each side replies once to each
+command of a migration.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Migrator(ABC, Generic[OutgoingT, IncomingT]):
     """The migrations of one engine. Leases expire by `clock`, which all engines of a run share."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+        self.clock = clock
         self._outgoing: dict[RequestId, OutgoingT] = {}
         self._incoming: dict[RequestId, IncomingT] = {}
         self._replies: list[MigrationReply] = []
@@ -274,7 +274,7 @@ class Migrator(ABC, Generic[OutgoingT, IncomingT]):
                 num_tokens=len(snapshot.output.token_ids),
                 num_bytes=migration.num_bytes,
                 copy_s=migration.copy_s,
-                stop_s=max(0.0, self._clock() - snapshot.stopped_at_s),
+                stop_s=max(0.0, self.clock() - snapshot.stopped_at_s),
                 num_prefilled=num_prefilled,
             )
         )
@@ -283,7 +283,5 @@ class Migrator(ABC, Generic[OutgoingT, IncomingT]):
         if migration.failure:
             return migration.failure
         return (
-            "the lease has expired"
-            if migration.lease.has_expired(migration.num_copied, self._clock())
-            else ""
+            "the lease has expired" if migration.lease.has_expired(migration.num_copied, self.clock()) else ""
         )

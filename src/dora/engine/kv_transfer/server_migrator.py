@@ -91,7 +91,7 @@ class ServerMigrator(Migrator[ServerExport, ServerImport]):
     ) -> None:
         """`open_handoff` and `clock`: see `MigratesBetweenMachines`."""
         super().__init__(clock)
-        self._host, self.clock = host, clock
+        self._host = host
         self._open_handoff = open_handoff or HandoffMemory().open
 
     @property
@@ -114,7 +114,7 @@ class ServerMigrator(Migrator[ServerExport, ServerImport]):
             handoff.reserve(Reservation(0, ""))
         except OSError as error:
             return ImportFailed(command.migration_id, f"the migration's slot cannot be written: {error}")
-        self._incoming[request.id] = ServerImport(command, handoff, self._clock())
+        self._incoming[request.id] = ServerImport(command, handoff, self.clock())
         return None
 
     def _find_request(self, request_id: RequestId) -> Request | None:
@@ -122,7 +122,7 @@ class ServerMigrator(Migrator[ServerExport, ServerImport]):
 
     def _open_export(self, command: StartExport) -> ServerExport:
         handoff = self._open_handoff(command.migration_id, command.slot)
-        return ServerExport(command, handoff, self._clock())
+        return ServerExport(command, handoff, self.clock())
 
     def _advance_export(self, migration: ServerExport) -> PartialOutput | None:
         command = migration.command

@@ -35,7 +35,7 @@ BUILT_IN = {
 ENGINE_ARGUMENTS = ("model", "max_rows", "max_context", "version_slots", "device", "dtype")
 INFLIGHT_UPDATE = "inflight_update"  # one more argument, under policies that break C1
 POOL = "pool"  # one more argument, for engines that migrate requests with their KV
-HOST = "host"  # one more argument, for those whose servers other machines reach
+HOST = "host"  # one more argument, for engines that migrate requests between machines
 NUM_GPUS = "num_gpus"  # one more argument, with several GPUs for each engine
 IMAGES = "images"  # one more argument, for engines that read images
 
@@ -78,7 +78,7 @@ def make_engine(spec: EngineSpec) -> InferenceEngine:
         dtype=spec.dtype,
         **({} if spec.inflight_update is None else {INFLIGHT_UPDATE: spec.inflight_update}),
         **({POOL: spec.pool} if _takes_pool(factory) else {}),
-        **({HOST: spec.host} if HOST in signature(factory).parameters else {}),
+        **({HOST: spec.host} if _takes_host(factory) else {}),
         **({} if spec.num_gpus == 1 else {NUM_GPUS: spec.num_gpus}),
         **({IMAGES: spec.images} if factory.capabilities.images else {}),
         **(spec.backend_options or {}),
@@ -132,12 +132,13 @@ def _check_engine(config: Config, kind: EngineKind, backend: str) -> None:
 
 def _check_arguments(config: Config, kind: EngineKind, factory: InferenceFactory, setting: str) -> None:
     """Raises ConfigError if the class does not take the arguments of `make_engine`."""
-    if repeated := kind.options.keys() & {*ENGINE_ARGUMENTS, INFLIGHT_UPDATE, POOL, HOST, IMAGES}:
+    own_names = {*ENGINE_ARGUMENTS, INFLIGHT_UPDATE, POOL, IMAGES}
+    if repeated := kind.options.keys() & (own_names | ({HOST} if _takes_host(factory) else set())):
         raise ConfigError(f"{setting}: DORA-RL sets {min(repeated)} itself; remove it")
     call = signature(factory)
     own = dict.fromkeys((*ENGINE_ARGUMENTS, INFLIGHT_UPDATE) if config.breaks_c1 else ENGINE_ARGUMENTS)
     own |= {POOL: None} if _takes_pool(factory) else {}
-    own |= {HOST: None} if HOST in call.parameters else {}
+    own |= {HOST: None} if _takes_host(factory) else {}
     own |= {IMAGES: None} if factory.capabilities.images else {}
     given = {**own, **kind.options}
     for bind, arguments, remedy in (
@@ -154,6 +155,11 @@ def _check_arguments(config: Config, kind: EngineKind, factory: InferenceFactory
 def _takes_pool(factory: InferenceFactory) -> bool:
     """Whether the requests of an engine migrate with their KV, through what DORA-RL gives it."""
     return factory.capabilities.kv_transfer and POOL in signature(factory).parameters
+
+
+def _takes_host(factory: InferenceFactory) -> bool:
+    """Whether the engines migrate requests between machines, and others reach them at `host`."""
+    return hasattr(factory, "connect") and HOST in signature(factory).parameters
 
 
 def _load_engine(name: str, key: str) -> InferenceFactory:

@@ -213,13 +213,15 @@ class EnginePool:
 
     def _kv_source(self, source: int, destination: int) -> Path | CurveAddress | str | None:
         """Where the destination reads the source's KV; None if it cannot."""
-        if destination not in self._kv_pools or self._backend(source) != self._backend(destination):
+        if destination not in self._kv_pools or self._kv_kind(source) != self._kv_kind(destination):
             return None
         is_same_node = self.workers[source].node == self.workers[destination].node
         return self._kv_pools.get(source) if is_same_node else self._kv_addresses.get(source)
 
-    def _backend(self, engine: int) -> str | None:
-        return self._setup.config.kind_of_engine(self._slots[engine].number).backend
+    def _kv_kind(self, engine: int) -> tuple[object, ...]:
+        """What is equal for engines that can use each other's KV. They compare weights and layout."""
+        kind = self._setup.config.kind_of_engine(self._slots[engine].number)
+        return kind.backend, kind.options.get("kv_connector")
 
     # messages from engines
 

@@ -59,7 +59,7 @@ class KVHeader(NamedTuple):
 
 
 class Ticket(NamedTuple):
-    """KV of `num_tokens` tokens at a server; `source` says where, in the words of the servers."""
+    """KV of `num_tokens` tokens at a server; `source` says where, as vLLM's `kv_transfer_params`."""
 
     num_tokens: int
     num_bytes: int

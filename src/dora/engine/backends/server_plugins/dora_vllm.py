@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 TOKEN_VARIABLE = "DORA_VLLM_TOKEN"
+PACE_VARIABLE = "DORA_VLLM_MIN_STEP_S"  # of the executor on a CPU
 # Calls of `dora_vllm_versions`: POST {"arguments": [...]}.
 DECODE_ONLY_PATH, CONTINUE_PATH = "/dora/decode_only", "/dora/continue_with"
 UTILITIES = {DECODE_ONLY_PATH: "dora_decode_only", CONTINUE_PATH: "dora_continue_with"}
@@ -95,7 +96,7 @@ class WorkerExtension:
 
 
 def _kv_connector() -> Any | None:
-    """This worker's `dora_vllm_kv.KVFileConnector`, if the server has one."""
+    """This worker's KV connector, if the server has one of DORA-RL's."""
     if "dora_vllm_kv" not in sys.modules:
         return None
     from vllm.distributed.kv_transfer import (  # type: ignore[import-not-found]

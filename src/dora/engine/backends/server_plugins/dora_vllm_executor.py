@@ -14,9 +14,8 @@ import os
 import time
 from typing import Any
 
+from dora_vllm import PACE_VARIABLE  # type: ignore[import-not-found]
 from vllm.v1.executor.uniproc_executor import UniProcExecutor  # type: ignore[import-not-found]
-
-PACE_VARIABLE = "DORA_VLLM_MIN_STEP_S"
 
 
 class InProcessExecutor(UniProcExecutor):  # type: ignore[misc]

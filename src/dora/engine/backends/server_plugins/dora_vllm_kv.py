@@ -73,15 +73,17 @@ class ExportOrders:
             self._exportable[part.name] = request
             self._pool = part.parent
 
-    def halt_ordered(self) -> None:
+    def halt_ordered(self) -> set[str]:
         """Let the requests whose export is ordered end with their next token, so that clients get all tokens.
 
-        An abort would lose those that are on their way to it.
+        An abort would lose those that are on their way to it. Returns the ids of the halted requests.
         """
-        if self._pool is not None and self._exportable:
-            for name in self._exportable.keys() & {*os.listdir(self._pool)}:
-                request = self._exportable[name]
-                request.max_tokens = min(request.max_tokens, request.num_output_tokens + 1)
+        if self._pool is None or not self._exportable:
+            return set()
+        halted = [self._exportable[name] for name in self._exportable.keys() & {*os.listdir(self._pool)}]
+        for request in halted:
+            request.max_tokens = min(request.max_tokens, request.num_output_tokens + 1)
+        return {request.request_id for request in halted}
 
     def finish(self, request: Any) -> Path | None:
         """The folder that the KV of a finished request goes to; None if it was not halted."""

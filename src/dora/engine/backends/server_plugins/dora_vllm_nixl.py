@@ -3,11 +3,12 @@
     --kv-transfer-config '{"kv_connector": "KVNixlConnector", "kv_connector_module_path": "dora_vllm_nixl",
                            "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
 
-It is vLLM's connector for servers that prefill and servers that decode, with a request that was halted while
-it decoded in place of a prefilled one. Requests have the parameters of `dora_vllm_kv`. A folder has a ticket
-in place of files of the KV: it names the source's server and the request's blocks there, which stay allocated
-until the destination's server has read them, or for the time of a lease. The server computes the last token
-of an imported request only. If its KV cannot be read, or its lease is over, the prompt is prefilled.
+vLLM's connector moves the KV of a request from a server that has prefilled it to a server that decodes it.
+Here a request that was halted while it decoded takes the place of the prefilled one. Requests have the
+parameters of `dora_vllm_kv`. In place of files, a folder has a ticket. It names the source's server and the
+request's blocks there, which stay allocated until the destination's server has read them, or for the time of
+a lease. The destination's server computes the last token only. If it cannot read the KV, or the lease is
+over, it prefills the prompt.
 
 VLLM_NIXL_SIDE_CHANNEL_HOST and VLLM_NIXL_SIDE_CHANNEL_PORT say where other servers reach this one. NIXL
 neither encrypts nor authenticates: its network must be private.
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import dora_kv_files as kv_files  # type: ignore[import-not-found]
+import vllm  # type: ignore[import-not-found]
 from dora_vllm_kv import (  # type: ignore[import-not-found]
     ExportOrders,
     blocks_first,
@@ -35,12 +37,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (  # typ
 from vllm.logger import init_logger  # type: ignore[import-not-found]
 
 logger = init_logger(f"vllm.{__name__}")
+LEASE_FLAG = "_bidirectional_kv_xfer_enabled"  # of vLLM's worker
 
 
 class KVNixlConnector(NixlPullConnector):  # type: ignore[misc]
     """One object in the scheduler, and one in each worker."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise ValueError("DORA-RL moves the KV of models whose layers have one kind of attention")
         super().__init__(vllm_config, role, kv_cache_config)
         (group,) = kv_cache_config.kv_cache_groups
         self._block_size = vllm_config.cache_config.block_size
@@ -51,8 +56,11 @@ class KVNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self._layers: list[Any] = []
         self.weight_digests: dict[str, str] = {}  # of the worker's weights; engines compare those they loaded
         if role == KVConnectorRole.WORKER:
-            # vLLM's check that the lease of blocks is not over. Its scheduler's part is of other transfers.
-            self.connector_worker._bidirectional_kv_xfer_enabled = True
+            # vLLM then reads no blocks whose lease is over, which may have the KV of another request. The
+            # scheduler's flag stays off: it makes servers that prefill read from those that decode.
+            if not hasattr(self.connector_worker, LEASE_FLAG):
+                raise RuntimeError(f"vLLM {vllm.__version__} has no {LEASE_FLAG}: use kv_connector = 'files'")
+            setattr(self.connector_worker, LEASE_FLAG, True)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -73,10 +81,12 @@ class KVNixlConnector(NixlPullConnector):  # type: ignore[misc]
     def _use_ticket(self, request: Any, ticket: Any) -> None:
         """Raises KVFileError."""
         source = ticket.source
-        if source["remote_engine_id"] == self.engine_id:  # the request stays here
-            # Its lease ends now, and its prefix is cached.
+        if source["remote_engine_id"] == self.engine_id:
+            # The request stays here. vLLM frees the ticket's blocks; the full ones are in its prefix cache.
             self.connector_scheduler._reqs_need_send[source["remote_request_id"]] = 0.0
             return
+        if not isinstance(source["remote_blocks_expiry_time"], float):
+            raise kv_files.KVFileError("its ticket has no lease")
         num_tokens = request.num_tokens - 1
         if ticket.num_tokens < num_tokens:
             raise kv_files.KVFileError(f"its ticket is of {ticket.num_tokens} tokens")
@@ -95,28 +105,37 @@ class KVNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
         """Keep the blocks of a request that was halted, and write its ticket."""
+        scheduler, params = self.connector_scheduler, request.kv_transfer_params
         if (folder := self._orders.finish(request)) is None:
+            scheduler._reqs_not_processed.add(request.request_id)  # it may have been halted
             super().request_finished_all_groups(request, block_ids)  # it may have to end an import
             return False, None
-        scheduler, params = self.connector_scheduler, request.kv_transfer_params
         request.kv_transfer_params = {"do_remote_decode": True}  # vLLM sends the blocks of such requests
-        scheduler._reqs_in_batch.add(request.request_id)
         is_kept, source = super().request_finished_all_groups(request, block_ids)
         request.kv_transfer_params = params
-        if is_kept:
-            num_tokens = request.num_computed_tokens
-            num_bytes = num_blocks_of(num_tokens, self._block_size) * self._bytes_per_block
-            source["remote_blocks_expiry_time"] = scheduler._reqs_need_send[request.request_id]
-            part = kv_files.part_folder(folder)
-            try:
-                kv_files.write_ticket(part, kv_files.Ticket(num_tokens, num_bytes, source))
-                part.rename(folder)
-            except OSError as error:
-                logger.warning("the KV of %s is lost: %s", request.request_id, error)
+        try:
+            if is_kept:
+                source["remote_blocks_expiry_time"] = scheduler._reqs_need_send[request.request_id]
+                self._write_ticket(folder, request.num_computed_tokens, source)
+            else:  # it was preempted
+                scheduler._reqs_not_processed.add(request.request_id)
+                kv_files.remove(folder)
+        except OSError as error:
+            logger.warning("the KV of %s is lost: %s", request.request_id, error)
+            kv_files.remove(folder)
+            scheduler._reqs_need_send[request.request_id] = 0.0
         return is_kept, None
 
+    def _write_ticket(self, folder: Path, num_tokens: int, source: dict[str, Any]) -> None:
+        """Raises OSError."""
+        num_bytes = num_blocks_of(num_tokens, self._block_size) * self._bytes_per_block
+        part = kv_files.part_folder(folder)
+        kv_files.write_ticket(part, kv_files.Ticket(num_tokens, num_bytes * self._num_workers, source))
+        part.rename(folder)
+
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        self._orders.halt_ordered()
+        # The workers must know of a request before they can send its blocks.
+        self.connector_scheduler._reqs_in_batch |= self._orders.halt_ordered()
         return super().build_connector_meta(scheduler_output)
 
     # a worker
