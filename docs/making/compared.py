@@ -48,7 +48,7 @@ def tables() -> dict[str, Callable[[], str]]:
     ratios = {f"{name}_ratios": partial(ratios_of, *which) for name, which in WORKLOADS.items()}
     fleets = {f"{server}_fleet": partial(fleet, server) for server in ("vllm", "sglang")}
     others = {"policies_ladder": ladder, "headline": headline, "peers": peers, "peers_async": peers_async}
-    others |= {"policies_vllm": policies_vllm, "vllm_versions": vllm_versions, "vllm_moves": vllm_moves}
+    others |= {"policies_vllm": policies_vllm, "vllm_versions": vllm_versions}
     others |= {"cluster_paths": paths, "cluster_held": held, "direct_ways": direct_ways}
     return {**runs, **ratios, **fleets, **others}
 
@@ -109,20 +109,6 @@ def vllm_versions() -> str:
         counts = f"{row['slots']}", f"{row['versions']}", f"{row['tokens_per_s']:,.0f}", f"{over:.2f}"
         lines.append([row["model"], *counts, f"{row['server_mb']:,.0f}"])
     heads = ("model", "slots", "versions", "tokens/s", "over one slot", "MB of the server")
-    return markdown.table(heads, lines)
-
-
-def vllm_moves() -> str:
-    """How long a request stops that moves between two vLLM servers, with its KV and without."""
-    found = {(row["kv_connector"], row["vllm_tokens"]): row for row in rows("migration_vllm")}
-    lines = []
-    for (connector, num_tokens), row in found.items():
-        if connector == "files":
-            over_nixl = found["nixl", num_tokens]
-            stops = row["prefill_stop_ms"], row["stop_ms"], over_nixl["stop_ms"]
-            ratios = f"{row['ratio']:.1f}", f"{over_nixl['ratio']:.1f}"
-            lines.append([f"{num_tokens:,}", *(f"{stop:.0f}" for stop in stops), *ratios])
-    heads = ("tokens", "prefilled again", "KV in files", "over NIXL", "ratio, files", "ratio, NIXL")
     return markdown.table(heads, lines)
 
 

@@ -367,7 +367,7 @@ def test_servers_read_each_others_kv_over_nixl(tmp_path: Path, version_slots: in
         submit(driver, source, orphan)
         destination.pause()
         replies = driver.migrate(orphan, source, destination, source.kv_pool)
-        assert {type(reply) for reply in replies} == {ImportFinished, ExportFinished}
+        assert {type(reply) for reply in replies} == {ImportFinished, ExportFinished}, replies
         source.close()
         destination.resume()
         answers.append(finish(driver, destination, orphan))

@@ -83,8 +83,8 @@ KV_CONNECTORS = {  # by the option `kv_connector`: class and module
     "files": ("KVFileConnector", "dora_vllm_kv"),
     "nixl": ("KVNixlConnector", "dora_vllm_nixl"),
 }
-# A server keeps the blocks of a ticket that nobody reads, and waits with a pause until then. vLLM reads no
-# blocks in the last 5 seconds of a lease. The reader renews it while its request waits.
+# A server keeps the blocks of a ticket that nobody reads for this time, and waits with a pause until then.
+# Servers read no blocks in the last 5 seconds of a lease.
 NIXL_LEASE_S = 12
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
