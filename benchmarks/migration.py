@@ -6,9 +6,9 @@ that the destination has no blocks cached. Requests migrate one at a time, and m
 changes its version. Stop time is measured while both engines decode, from the source's last token to the
 destination's first one, in decode steps.
 
-With --vllm-python, requests of 128 to 4,096 tokens migrate between two vLLM servers instead, once with their
-KV and once without: in files, and over NIXL if that interpreter has it. Stop time is then from the source's
-halt to the first token from the destination.
+With --vllm-python, requests of 128 to 4,096 tokens migrate between two vLLM servers instead: with their KV,
+in files and, if that interpreter has it, over NIXL, and without. Stop time is then from the source's halt to
+the first token from the destination.
 
     python benchmarks/migration.py [--vllm-python PYTHON] [--quick] [--json FILE]
 """
@@ -305,6 +305,7 @@ def measure_stop(case: Case, pair: EnginePair) -> Row:
 
 
 VLLM_TOKENS = (128, 256, 512, 1024, 2048, 4096)  # of prompt and answer when a request migrates
+NIXL_TOKENS = (128, 512, 2048)  # fewer: NIXL's threads need a core of each server
 NUM_BEFORE, NUM_AFTER = 32, 96  # tokens of the answer before and after the migration
 
 
@@ -418,8 +419,12 @@ def run_vllm(options: Options, python: str) -> None:
         pair = ServerPair(config, python, kv_connector)
         try:
             measure_vllm(pair, VLLM_TOKENS[0], 1)  # the first calls of a server are slow
-            lengths = VLLM_TOKENS[:3] if options.quick else VLLM_TOKENS
-            own = [measure_vllm(pair, num_tokens, 3 if options.quick else 7) for num_tokens in lengths]
+            lengths = VLLM_TOKENS if kv_connector == "files" else NIXL_TOKENS
+            num_repeats = 3 if options.quick or kv_connector == "nixl" else 7
+            own = [
+                measure_vllm(pair, num_tokens, num_repeats)
+                for num_tokens in (lengths[:2] if options.quick else lengths)
+            ]
             num_recomputed = sum(engine.num_recomputed for engine in pair.engines)
         finally:
             pair.close()

@@ -48,7 +48,7 @@ def tables() -> dict[str, Callable[[], str]]:
     ratios = {f"{name}_ratios": partial(ratios_of, *which) for name, which in WORKLOADS.items()}
     fleets = {f"{server}_fleet": partial(fleet, server) for server in ("vllm", "sglang")}
     others = {"policies_ladder": ladder, "headline": headline, "peers": peers, "peers_async": peers_async}
-    others |= {"policies_vllm": policies_vllm, "vllm_versions": vllm_versions}
+    others |= {"policies_vllm": policies_vllm, "vllm_versions": vllm_versions, "vllm_moves": vllm_moves}
     others |= {"cluster_paths": paths, "cluster_held": held, "direct_ways": direct_ways}
     return {**runs, **ratios, **fleets, **others}
 
@@ -90,7 +90,7 @@ def policies_vllm() -> str:
         lines.append([speed, f"`{policy}`", str(row["S"]), *cells, *(f"{gain:.2f}" for gain in gains)])
     titles = (TITLES.get(key, key.replace("_", " ")) for key, _ in OF_POLICIES_VLLM)
     return markdown.table(
-        ("speed", "policy", "S", *titles, "`dora` over it", "with DORA-RL's engines"), lines
+        ("speed", "policy", "S", *titles, "`dora` over it", "the same, DORA-RL's engines"), lines
     )
 
 
@@ -109,6 +109,17 @@ def vllm_versions() -> str:
         counts = f"{row['slots']}", f"{row['versions']}", f"{row['tokens_per_s']:,.0f}", f"{over:.2f}"
         lines.append([row["model"], *counts, f"{row['server_mb']:,.0f}"])
     heads = ("model", "slots", "versions", "tokens/s", "over one slot", "MB of the server")
+    return markdown.table(heads, lines)
+
+
+def vllm_moves() -> str:
+    """How long a request stops that moves between two vLLM servers, with its KV and without."""
+    found = {(row["kv_connector"], row["vllm_tokens"]): row for row in rows("migration_vllm")}
+    lines = []
+    for (connector, num_tokens), row in found.items():
+        stops = f"{row['stop_ms']:.0f}", f"{row['prefill_stop_ms']:.0f}", f"{row['ratio']:.1f}"
+        lines.append([f"`{connector}`", f"{num_tokens:,}", *stops])
+    heads = ("`kv_connector`", "tokens", "stop with KV (ms)", "stop without KV (ms)", "ratio")
     return markdown.table(heads, lines)
 
 

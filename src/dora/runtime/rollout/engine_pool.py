@@ -221,7 +221,7 @@ class EnginePool:
     def _kv_kind(self, engine: int) -> tuple[object, ...]:
         """What is equal for engines that can use each other's KV. They compare weights and layout."""
         kind = self._setup.config.kind_of_engine(self._slots[engine].number)
-        return kind.backend, kind.options.get("kv_connector")
+        return kind.backend, kind.options.get("kv_connector", "files")
 
     # messages from engines
 
