@@ -18,6 +18,7 @@ from tests.runtime.tiny import write_task
 from dora.config import load
 from dora.engine.backends import sglang, vllm
 from dora.engine.interface import Capabilities
+from dora.engine.request import EngineError
 from dora.errors import ConfigError, InputError
 from dora.runtime.process import backends
 from dora.runtime.process.messages import EngineSpec, WorkerCrashed
@@ -93,6 +94,21 @@ def test_a_server_divides_its_model_among_its_gpus(monkeypatch: pytest.MonkeyPat
     assert vllm._device_options("cuda:1", 1, 0, ())[0] == ()
     expected = ["--device", "cuda", "--base-gpu-id", "4", "--tp-size", "2"]
     assert [*sglang._device_flags("cuda:4", 2)] == expected
+
+
+def test_a_pace_that_nothing_would_keep_is_rejected(monkeypatch: pytest.MonkeyPatch, task: Path) -> None:
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    assert vllm._device_options("cpu", 1, 0, (), 0.02)[1]["DORA_VLLM_MIN_STEP_S"] == "0.02"
+    for device, arguments in (("cuda:0", ()), ("cpu", ("--distributed-executor-backend", "mp"))):
+        with pytest.raises(EngineError, match="min_step_s needs DORA-RL's executor on a CPU"):
+            vllm._device_options(device, 1, 0, arguments, 0.02)
+    for options, error in (
+        ("url = 'http://here:8000', min_step_s = 0.02", "paces servers that DORA-RL starts"),
+        ("python = 'python3', min_step_s = 'fast'", "must be seconds, 0 or more"),
+    ):
+        given = {**FITTING, "engine.backend": "vllm", "engine.options": f"{{{options}}}"}
+        with pytest.raises(ConfigError, match=error):
+            backends.check_backends(load.read_config(task, [f"{k}={value}" for k, value in given.items()]))
 
 
 def test_servers_over_nixl_have_ports_of_their_own_and_stay_on_loopback(

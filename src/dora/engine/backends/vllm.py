@@ -142,6 +142,11 @@ class Vllm(HttpEngine):
                 f"kv_connector = {connector!r}: with url, start the server with that connector, and remove "
                 "kv_connector"
             )
+        min_step_s = others.pop("min_step_s", 0.0)
+        if not isinstance(min_step_s, int | float) or min_step_s < 0:
+            raise ConfigError(f"min_step_s = {min_step_s!r}: must be seconds, 0 or more")
+        if min_step_s and python is None:
+            raise ConfigError("min_step_s paces servers that DORA-RL starts: remove it, or name python")
         if transfer != "reload" and python is None:
             raise ConfigError(
                 f"weight_transfer = {transfer!r}: the interpreter that has vLLM sends the weights; name it "
@@ -496,7 +501,7 @@ def _device_options(
     """Flags and environment of a server on a device. The user's own environment has priority.
 
     On a CPU the worker is in the engine's process, unless `arguments` or the environment exclude it. There
-    a step lasts `min_step_s` or longer.
+    a step lasts `min_step_s` or longer; raises EngineError if that is set and the worker is elsewhere.
     """
     kind, _, number = device.partition(":")
     environment, flags = dict(ENVIRONMENT), tuple[str, ...]()
@@ -507,6 +512,11 @@ def _device_options(
         environment |= CPU_ENVIRONMENT | {PACE_VARIABLE: f"{min_step_s}"}
         num_gib = math.ceil(2 * kv_bytes / 2**30)  # twice: the last block of a row is partly filled
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(num_gib)
+    if min_step_s and (IN_PROCESS[0] in arguments or IN_PROCESS[0] not in flags):
+        raise EngineError(
+            "min_step_s needs DORA-RL's executor on a CPU: remove min_step_s, or arguments and the variable "
+            "VLLM_CPU_OMP_THREADS_BIND, which exclude that executor"
+        )
     environment = {key: value for key, value in environment.items() if key not in os.environ}
     if num_gpus > 1:
         flags += ("--tensor-parallel-size", f"{num_gpus}")
