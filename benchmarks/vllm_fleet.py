@@ -167,7 +167,8 @@ def main() -> None:
     python = given.vllm_python or given.sglang_python
     num_steps = 8 if options.quick else 40
     names = ("to the end", "server killed", *MOVING)
-    runs = [train(server, python, num_steps, name) for name in names]
+    # More steps for the last: it shall have 500 migrations.
+    runs = [train(server, python, num_steps * (4 if name == SERVERS_ONLY else 1), name) for name in names]
     contract = run_contract(server, python)
     violations = sum(int(row["violations"]) + int(row["deep_findings"]) for row in runs)
     ratios = {

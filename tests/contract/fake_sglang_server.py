@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dora.engine.backends.server_plugins.dora_digest import safetensors_digest
-from dora.engine.backends.server_plugins.dora_sglang import WEIGHTS_FILE, with_digest
+from dora.engine.backends.server_plugins.dora_sglang import PROTOCOL, WEIGHTS_FILE, with_digest
 
 AUTH_TOKEN = "of this server"
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "sglang.json").read_text(encoding="utf-8"))
@@ -39,12 +39,14 @@ class FakeSglangServer(ThreadingHTTPServer):
 
     no_digest: do not report the digest of loaded weights.
     rejected_loads: reject this many loads.
+    plugins: report this of DORA-RL's plugins.
     """
 
     daemon_threads = True
 
-    def __init__(self, name: str = "length", **faults: Any) -> None:
+    def __init__(self, name: str = "length", version_slots: int = 1, **faults: Any) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
+        self.version_slots = version_slots
         self.name, self.faults, self.label = name, faults, "none"
         self.calls: list[tuple[str, dict[str, Any]]] = []  # path and body, in order
         self.loaded_files: list[Path] = []
@@ -69,10 +71,15 @@ class Handler(BaseHTTPRequestHandler):
     server: FakeSglangServer
 
     def do_GET(self) -> None:
-        if self.path in CALLS:
-            self._send_recorded(CALLS[self.path])
-        else:
-            self.send_error(404)
+        if self.path not in CALLS:
+            return self.send_error(404)
+        recorded = RECORDED["answers"][CALLS[self.path]]
+        if self.path != "/server_info":
+            return self._send(recorded["status"], recorded["text"])
+        own = {"protocol": PROTOCOL, "version_slots": self.server.version_slots, "kv_layout": []}
+        own = self.server.faults.get("plugins", own)
+        info = json.loads(recorded["text"]) | {"internal_states": [{"dora": own} if own else {}]}
+        self._send(recorded["status"], json.dumps(info))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -130,6 +137,10 @@ class Handler(BaseHTTPRequestHandler):
         for number, event in enumerate(recorded_events(server.name)):
             if number == 1 and server.name == "aborted":
                 server.is_aborted.wait()
+            # DORA-RL's plugins list the weights in each event. The recorded server listed them in the last.
+            num_tokens = event["meta_info"]["completion_tokens"]
+            span = {"version": LABEL, "start": 0, "end": num_tokens}
+            event["meta_info"].setdefault("weight_versions", [span])
             text = json.dumps(event).replace(f'"{LABEL}"', f'"{server.label}"')
             self.wfile.write(f"data: {text}\n\n".encode())
             self.wfile.flush()

@@ -9,12 +9,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.contract.fake_sglang_server import AUTH_TOKEN, FakeSglangServer, recorded_events
 
 from dora.core.types import Chunk
-from dora.engine.backends.server_plugins.dora_sglang import TOKEN_VARIABLE, with_auth_token, with_digest
+from dora.engine.backends.server_plugins.dora_sglang import (
+    LOADED_KEY,
+    PROTOCOL,
+    TOKEN_VARIABLE,
+    with_auth_token,
+    with_digest,
+)
 from dora.engine.backends.sglang import SPARE_TOKENS, Sglang
+from dora.engine.decode_batch import PartialOutput
+from dora.engine.kv_transfer.handoff import ExportedKV
 from dora.engine.request import Completion, EngineError
 from dora.errors import ConfigError, RunError
 from dora.model.pretrained import save_pretrained
@@ -43,7 +52,11 @@ def make(tmp_path: Path) -> Make:
     """Makes an engine and its server."""
 
     def make(
-        name: str = "length", max_context: int = MAX_CONTEXT, **faults: Any
+        name: str = "length",
+        max_context: int = MAX_CONTEXT,
+        version_slots: int = 1,
+        pool: Path | None = None,
+        **faults: Any,
     ) -> tuple[Sglang, FakeSglangServer]:
         save_pretrained(tmp_path, CONFIG, version_weights(0))
         SERVERS.append(FakeSglangServer(name, **faults))
@@ -51,10 +64,11 @@ def make(tmp_path: Path) -> Make:
             model=str(tmp_path),
             max_rows=MAX_ROWS,
             max_context=max_context,
-            version_slots=1,
+            version_slots=version_slots,
             device="cpu",
             dtype="float32",
             url=SERVERS[-1].url,
+            pool=pool,
         )
         return engine, SERVERS[-1]
 
@@ -95,8 +109,8 @@ def test_an_answer_of_two_versions_is_rejected(make: Make) -> None:
         run(engine)
 
 
-def test_an_unfinished_output_is_reported_with_the_weights_of_the_server(make: Make) -> None:
-    """A real server names its weights in each event. What it has after the last event, nobody knows."""
+def test_an_unfinished_output_is_reported_with_its_weights(make: Make) -> None:
+    """The server lists them in each event. What it has after the last event, nobody knows."""
     engine, _ = make("aborted")  # it continues after its first event once it is aborted
     digest = engine.load(0, version_weights(0))
     request = make_request(0, max_tokens=50)
@@ -140,6 +154,56 @@ def test_a_version_whose_digest_the_server_does_not_report_is_not_loaded(make: M
     with pytest.raises(EngineError, match="start it as dora_sglang"):
         engine.load(0, version_weights(0))
     assert not engine.versions
+
+
+@pytest.mark.parametrize("plugins", [{}, {"protocol": 0, "version_slots": 1, "kv_layout": []}])
+def test_a_server_with_other_plugins_is_rejected(make: Make, plugins: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match="the plugins of another version of DORA-RL"):
+        make(plugins=plugins)
+
+
+def test_a_server_with_fewer_version_slots_is_rejected(make: Make) -> None:
+    with pytest.raises(EngineError, match=r"has slots for 1 versions; .*see docs/sglang.md"):
+        make(version_slots=2)
+
+
+def test_a_load_says_which_versions_stay(make: Make) -> None:
+    """With one slot the load empties the cache; with several the KV of the others stays."""
+    engine, server = make(
+        version_slots=2, plugins={"protocol": PROTOCOL, "version_slots": 2, "kv_layout": []}
+    )
+    labels = []
+    for version in range(3):
+        engine.load(version, version_weights(version))
+        labels.append(server.label)
+        if version == 1:
+            engine.drop(0)
+    bodies = [body for path, body in server.calls if path == "/update_weights_from_disk"]
+    assert [body["manifest"][LOADED_KEY] for body in bodies] == [[], [labels[0]], [labels[1]]]
+    assert [body["flush_cache"] for body in bodies] == [False] * 3
+    one_slot, server = make()
+    one_slot.load(0, version_weights(0))
+    assert server.calls[-1][1]["flush_cache"]
+
+
+def test_a_request_names_the_folders_of_its_kv(make: Make, tmp_path: Path) -> None:
+    """The one that it may be exported to, and the one that it is imported from, which then goes."""
+    plugins = {"protocol": PROTOCOL, "version_slots": 1, "kv_layout": ["of this version"]}
+    engine, server = make(pool=tmp_path / "pool", plugins=plugins)
+    engine.load(0, version_weights(0))
+    request, imported = make_request(0, max_tokens=40), tmp_path / "pool" / "x"
+    imported.mkdir()
+    output = PartialOutput(np.array([3]), np.zeros((1, 3), np.float32), ())
+    engine.resume_imported(request, output, ExportedKV(imported, 0))
+    run(engine)
+    (body,) = (body for path, body in server.calls if path == "/generate")
+    assert body["sampling_params"]["custom_params"] == {
+        "dora_export": str(tmp_path / "pool" / body["rid"]),
+        "dora_import": str(tmp_path / "pool" / "x.in"),
+    }
+    info = recorded_events("length")[0]["meta_info"]
+    assert engine.num_recomputed == info["prompt_tokens"] - info["cached_tokens"] - 1
+    assert [*(tmp_path / "pool").iterdir()] == []
 
 
 def test_it_pauses_and_resumes(make: Make) -> None:

@@ -155,6 +155,24 @@ def check_server_options(kind: ServerKind, python: object = None, url: object = 
         )
 
 
+def check_plugins(
+    info: Mapping[str, Any], server: EngineServer, protocol: int, dtype: str, version_slots: int
+) -> None:
+    """Raises EngineError unless DORA-RL's plugins in a server describe one that the engine can use."""
+    if info.get("protocol") != protocol:
+        raise EngineError(
+            f"{server} has the plugins of another version of DORA-RL: start it again with those in "
+            f"{_HERE / 'server_plugins'}"
+        )
+    if info["dtype"] != dtype:
+        raise EngineError(f"{server} computes in {info['dtype']}; set engine.dtype to that")
+    if info["version_slots"] < version_slots:
+        raise EngineError(
+            f"{server} has slots for {info['version_slots']} versions; set version_slots to that, or start "
+            f"it with more, see docs/{server.kind.name.lower()}.md"
+        )
+
+
 def start_server(
     kind: ServerKind, python: str, flags: Sequence[str], environment: Mapping[str, str]
 ) -> EngineServer:

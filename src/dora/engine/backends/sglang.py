@@ -5,8 +5,8 @@ r"""SGLang as an inference engine.
     options = { python = "/path/to/sglang/bin/python" }
 
 The engine starts a server and stops it, or uses one that is already running (`url`). The server reads the
-file of a version in the weight store. It returns the digest of what it has read, and with each response which
-weights generated its tokens.
+file of a version in the weight store, with several version slots while it generates for the others. It
+returns the digest of what it has read, and with each response which weights generated its tokens.
 """
 
 from __future__ import annotations
@@ -20,14 +20,23 @@ from pathlib import Path
 from typing import Any
 
 from dora.engine.backends.http_engine import HttpEngine, ServerRequest, StreamDelta
+from dora.engine.backends.kv_exchange import KVExchange
 from dora.engine.backends.server import (
     JsonBody,
     ServerKind,
     attach_server,
+    check_plugins,
     check_server_options,
     start_server,
 )
-from dora.engine.backends.server_plugins.dora_sglang import DIGEST_PREFIX, TOKEN_VARIABLE, WEIGHTS_FILE
+from dora.engine.backends.server_plugins.dora_sglang import (
+    DIGEST_PREFIX,
+    LOADED_KEY,
+    PROTOCOL,
+    SLOTS_VARIABLE,
+    TOKEN_VARIABLE,
+    WEIGHTS_FILE,
+)
 from dora.engine.interface import Capabilities
 from dora.engine.request import EngineError
 
@@ -42,19 +51,25 @@ FLAGS = (
     *("--stream-interval", "8", "--incremental-streaming-output", "--log-level", "warning"),
     *("--json-model-override-args", '{"eos_token_id": null}'),  # only a request's stop ids end its response
 )
-CPU_FLAGS = ("--attention-backend", "torch_native", "--disable-overlap-schedule")
+CPU_FLAGS = (
+    *("--attention-backend", "torch_native", "--disable-overlap-schedule"),
+    "--sleep-on-idle",  # else it spins without requests, too
+)
+SLOTS_FLAGS = ("--disable-overlap-schedule", "--disable-cuda-graph")  # a graph is of one model
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1"}
 
 
 class Sglang(HttpEngine):
-    """An SGLang server with one version."""
+    """An SGLang server, with DORA-RL's scheduler."""
 
     server_kind = SGLANG
     capabilities = Capabilities(
+        max_versions=None,
         episodes=True,
         stop_strings=True,
         pauses=True,
         migrates_without_kv=True,
+        kv_transfer=True,
         tensor_parallel=True,
         dtypes=("float32", "bfloat16"),
         devices=("cpu", "cuda"),
@@ -74,10 +89,12 @@ class Sglang(HttpEngine):
         arguments: Sequence[str] = (),
         silence_s: float = 60.0,
         num_gpus: int = 1,
+        pool: Path | None = None,
     ) -> None:
         """Start a server with the interpreter `python` and additional `arguments`, or use the one at `url`.
 
-        A started server divides the model among `num_gpus` GPUs, of which `device` is the first.
+        A started server divides the model among `num_gpus` GPUs, of which `device` is the first. Requests
+        migrate with their KV through the folder `pool`, in memory; None, or several GPUs: without.
 
         The engine is lost if the server sends nothing for `silence_s` while it has requests.
         """
@@ -86,9 +103,16 @@ class Sglang(HttpEngine):
             context = max_context + SPARE_TOKENS
             sizes = ("--context-length", f"{context}", "--max-running-requests", f"{max_rows}")
             own = ("--model-path", model, "--dtype", dtype, *_device_flags(device, num_gpus))
-            pool = ("--max-total-tokens", f"{max_rows * context}", "--random-seed", f"{secrets.randbits(31)}")
-            flags = (*own, *sizes, *pool, *FLAGS, *arguments)
+            tokens = (
+                "--max-total-tokens",
+                f"{max_rows * context}",
+                "--random-seed",
+                f"{secrets.randbits(31)}",
+            )
+            slots = SLOTS_FLAGS if version_slots > 1 else ()
+            flags = (*own, *sizes, *tokens, *FLAGS, *slots, *arguments)
             environment = {key: value for key, value in ENVIRONMENT.items() if key not in os.environ}
+            environment[SLOTS_VARIABLE] = f"{version_slots}"
             server = start_server(SGLANG, python, flags, environment)
         else:
             assert url is not None
@@ -104,15 +128,20 @@ class Sglang(HttpEngine):
             silence_s=silence_s,
         )
         info = self.server.call("/server_info")
-        if info["dtype"] != dtype:
-            raise EngineError(f"{server} computes in {info['dtype']}; set engine.dtype to that")
+        state = info["internal_states"][0].get("dora", {}) | {"dtype": info["dtype"]}
+        check_plugins(state, server, PROTOCOL, dtype, version_slots)
+        self.num_slots, self._is_multi_version = version_slots, state["version_slots"] > 1
+        if pool is not None and state["kv_layout"]:
+            self._kv = KVExchange(pool, tuple(state["kv_layout"]), num_workers=1)
         self.kernels = f"SGLang {info['version']} on {info['device']}"
 
     def _send_file(self, label: str, path: Path) -> str:
         """SGLang loads all files of a folder, so this one gets a folder with a link to it."""
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / WEIGHTS_FILE).symlink_to(path.absolute())
-            call = {"model_path": folder, "weight_version": label}
+            call: dict[str, Any] = {"model_path": folder, "weight_version": label}
+            loaded = [self._labels[version] for version in self._digests]
+            call |= {"manifest": {LOADED_KEY: loaded}, "flush_cache": not self._is_multi_version}
             message = self.server.call("/update_weights_from_disk", call, LOAD_TIMEOUT_S)["message"]
         if (digest := re.search(rf"{DIGEST_PREFIX}([0-9a-f]{{32}})", message)) is None:
             raise EngineError(
@@ -122,7 +151,11 @@ class Sglang(HttpEngine):
         return digest[1]
 
     def _generate_call(self, running: ServerRequest) -> tuple[str, JsonBody]:
-        sampling = running.request.sampling
+        sampling, folders = running.request.sampling, {}
+        if self._kv is not None:
+            folders["dora_export"] = str(self._kv.folder_of(running.server_id))
+        if running.kv_folder is not None:
+            folders["dora_import"] = str(running.kv_folder)
         return "/generate", {
             "rid": running.server_id,
             "input_ids": running.prompt_ids,
@@ -133,6 +166,7 @@ class Sglang(HttpEngine):
                 "temperature": sampling.temperature,
                 "max_new_tokens": running.max_tokens,
                 "stop_token_ids": sampling.stop_ids,
+                **({"custom_params": folders} if folders else {}),
             },
         }
 
@@ -140,11 +174,9 @@ class Sglang(HttpEngine):
         info = event["meta_info"]
         logprobs = [logprob for logprob, *_ in info["output_token_logprobs"]]
         reason = info["finish_reason"] and info["finish_reason"]["type"]
-        spans = info.get("weight_versions")
-        if reason is None:  # not listed yet: all tokens so far are from the weights that the server has now
-            num_tokens = running.num_generated + len(event["output_ids"])
-            spans = [{"version": info["weight_version"], "start": 0, "end": num_tokens}]
-        return StreamDelta(event["output_ids"], logprobs, reason, spans)
+        if not running.num_generated and event["output_ids"]:
+            self._on_prefilled(running, info["prompt_tokens"] - info["cached_tokens"])
+        return StreamDelta(event["output_ids"], logprobs, reason, info.get("weight_versions"))
 
     def _abort_streams(self, streams: Iterable[ServerRequest]) -> None:
         for running in streams:

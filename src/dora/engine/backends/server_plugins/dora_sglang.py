@@ -1,10 +1,11 @@
-"""SGLang's server with three changes: it reports the digest of loaded weights, requires an auth token, and
-ends a response only at the stop ids of its request.
+"""SGLang's server with changes: it reports the digest of loaded weights and the weights of each response,
+requires an auth token, ends a response only at the stop ids of its request, and has the scheduler of
+`dora_sglang_scheduler`.
 
     python -m dora_sglang --model-path ...
 
-It runs in SGLang's processes. multiprocessing imports the main module in every process that the server
-starts, so each of them is patched.
+DORA_SGLANG_VERSION_SLOTS in its environment is how many versions it can hold. It runs in SGLang's processes.
+multiprocessing imports the main module in every process that the server starts, so each of them is patched.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 TOKEN_VARIABLE = "DORA_SGLANG_TOKEN"
+SLOTS_VARIABLE = "DORA_SGLANG_VERSION_SLOTS"
+LOADED_KEY = "dora_loaded"  # in the manifest of a load: labels of the versions that stay
+PROTOCOL = 1  # of the calls, and of the events of responses
 DIGEST_PREFIX = "DORA's digest: "  # before 32 hex digits in the message of an update
 WEIGHTS_FILE = "model.safetensors"
 
@@ -48,20 +53,46 @@ def with_auth_token(arguments: list[str]) -> list[str]:
 def serve() -> None:
     """Run the server. Returns when it ends."""
     sys.argv = with_auth_token(sys.argv)
+    if os.environ.get(SLOTS_VARIABLE, "1") != "1":
+        load_during_generation()
     runpy.run_module("sglang.launch_server", run_name="__main__")
 
 
+def load_during_generation() -> None:
+    """In the process of the HTTP server: SGLang would first wait for all responses."""
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager  # type: ignore[import-not-found]
+
+    async def update_weights_from_disk(self: Any, obj: Any, request: Any = None) -> Any:
+        self.auto_create_handle_loop()
+        obj.load_format = obj.load_format or self.config_value("load_format")
+        return await self._wait_for_model_update_from_disk(obj)
+
+    TokenizerManager.update_weights_from_disk = update_weights_from_disk
+
+
 def patch_scheduler() -> None:
-    """In a process that the server has started: report digests, and know no end of a sequence."""
+    """In a process that the server has started."""
     import dora_digest  # type: ignore[import-not-found]
+    import dora_sglang_scheduler as own  # type: ignore[import-not-found]
     from sglang.srt.configs.model_config import ModelConfig  # type: ignore[import-not-found]
-    from sglang.srt.model_executor.model_runner_components import (  # type: ignore[import-not-found]
+    from sglang.srt.managers import scheduler  # type: ignore[import-not-found]
+    from sglang.srt.managers.scheduler_components import (  # type: ignore[import-not-found]
+        output_streamer,
         weight_updater,
     )
+    from sglang.srt.model_executor.model_runner import ModelRunner  # type: ignore[import-not-found]
+    from sglang.srt.model_executor.model_runner_components.weight_updater import (  # type: ignore[import-not-found]
+        WeightUpdater,
+    )
 
-    updater = weight_updater.WeightUpdater
-    update = updater.update_weights_from_disk
-    updater.update_weights_from_disk = with_digest(update, dora_digest.safetensors_digest)
+    update = WeightUpdater.update_weights_from_disk
+    WeightUpdater.update_weights_from_disk = with_digest(update, dora_digest.safetensors_digest)
+    manager = weight_updater.SchedulerWeightUpdaterManager
+    manager.update_weights_from_disk = own.load_into_slot(manager.update_weights_from_disk)
+    ModelRunner.load_model = own.load_slots(ModelRunner.load_model)
+    events = output_streamer._GenerationStreamAccumulator
+    events.accept = own.list_versions(events.accept)
+    scheduler.Scheduler = own.VersionScheduler
     ModelConfig._get_hf_eos_token_id = lambda self: set()  # of generation_config.json, too
 
 

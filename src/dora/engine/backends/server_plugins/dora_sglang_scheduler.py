@@ -1,0 +1,364 @@
+"""SGLang's scheduler with several full-weight versions, whose requests move to other servers with their KV.
+
+A scheduler has a model for each version slot, and all of them use one KV cache. Each batch is of one version,
+and versions take turns. A request names its version by its `extra_key`, so KV of one version never serves
+another. SGLang keeps the requests that decode in a batch between two steps: here there is one for each
+version.
+
+A request's `custom_params` may name two folders (`dora_kv_files`): `dora_export`, where its KV goes once an
+export is ordered, and `dora_import`, where its KV comes from. Imported KV is put into the prefix cache, so
+that the request computes its last token only. A server of several GPUs moves no KV: its schedulers would see
+the orders at different steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import dora_kv_files as kv_files  # type: ignore[import-not-found]
+import sglang  # type: ignore[import-not-found]
+import torch
+from dora_sglang import DIGEST_PREFIX, LOADED_KEY, PROTOCOL, SLOTS_VARIABLE  # type: ignore[import-not-found]
+from dora_version_turns import VersionTurns  # type: ignore[import-not-found]
+from sglang.srt.managers.schedule_batch import (  # type: ignore[import-not-found]
+    FINISH_LENGTH,
+    ScheduleBatch,
+)
+from sglang.srt.managers.scheduler import Scheduler  # type: ignore[import-not-found]
+from sglang.srt.mem_cache.base_prefix_cache import (  # type: ignore[import-not-found]
+    EvictParams,
+    InsertParams,
+    MatchPrefixParams,
+)
+from sglang.srt.mem_cache.radix_cache import RadixKey  # type: ignore[import-not-found]
+from sglang.srt.model_executor.model_runner_components.load_model_utils import (  # type: ignore[import-not-found]
+    load_model_with_memory_saver,
+)
+
+logger = logging.getLogger(f"sglang.{__name__}")
+
+
+@dataclass(eq=False)
+class Slot:
+    """A model."""
+
+    model: Any
+    version: str = ""  # label of the loaded version; "": none, or it is being loaded
+
+
+class Batches(NamedTuple):
+    """What SGLang keeps of a version between two of its steps."""
+
+    running: Any
+    last: Any | None
+
+    def unfinished(self) -> Iterator[Any]:
+        seen = self.running.reqs if self.last in (None, self.running) else self.running.reqs + self.last.reqs
+        return (request for request in seen if not request.finished())
+
+
+def load_slots(load_model: Callable[[Any], None]) -> Callable[[Any], None]:
+    """SGLang's `ModelRunner.load_model`, with a model for each version slot in `dora_slots`."""
+
+    def load_model_of_each_slot(runner: Any) -> None:
+        load_model(runner)
+        if runner.is_draft_worker:
+            return
+        runner.dora_slots, num_slots = [Slot(runner.model)], int(os.environ.get(SLOTS_VARIABLE, "1"))
+        try:
+            while len(runner.dora_slots) < num_slots:
+                loaded = load_model_with_memory_saver(
+                    model_config=runner.model_config,
+                    load_config=runner.load_config,
+                    device=runner.device,
+                    gpu_id=runner.gpu_id,
+                    memory_saver_adapter=runner.memory_saver_adapter,
+                    is_draft_worker=False,
+                )
+                runner.dora_slots.append(Slot(loaded.model))
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"the device has no memory for weights of {num_slots} versions: lower engine.version_slots"
+            ) from error
+
+    return load_model_of_each_slot
+
+
+def load_into_slot(update: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """SGLang's `update_weights_from_disk` of a scheduler's weight updater, for a free slot.
+
+    Of the loaded versions, only those in the request's manifest stay.
+    """
+
+    def update_slot(manager: Any, request: Any) -> Any:
+        scheduler, label = manager.scheduler, request.weight_version
+        slot = scheduler.free_slot((request.manifest or {}).get(LOADED_KEY, ()))
+        scheduler.runner.model = slot.model
+        output = update(manager, request)
+        if output.success:
+            slot.version = label
+            digest = output.message.partition(DIGEST_PREFIX)[2]
+            scheduler.weight_digests[label] = digest.partition(".")[0]
+        return output
+
+    return update_slot
+
+
+class VersionScheduler(Scheduler):  # type: ignore[misc]
+    """SGLang's scheduler with one version in each step."""
+
+    waiting_queue: list[Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._turns = VersionTurns()
+        self._version = ""  # of the last step
+        self._aside: dict[str, Batches] = {}  # of the other versions
+        self.weight_digests: dict[str, str] = {}  # by label
+        self._orders: Path | None = None  # the parent of all folders of exports
+        self._exportable: dict[str, Any] = {}  # unfinished requests, by the names of their part folders
+        super().__init__(*args, **kwargs)
+        self.runner = self.tp_worker.model_runner
+        self._slots: list[Slot] = self.runner.dora_slots
+        self._layers = kv_layers(self.token_to_kv_pool_allocator.get_kvcache())
+        self._layout = self._kv_layout() if self.tp_size == 1 else ()
+
+    def get_internal_state(self, recv_req: Any) -> Any:
+        output = super().get_internal_state(recv_req)
+        output.internal_state["dora"] = {
+            "protocol": PROTOCOL,
+            "version_slots": len(self._slots),
+            "kv_layout": list(self._layout),
+        }
+        return output
+
+    # Versions.
+
+    def free_slot(self, loaded: Any) -> Slot:
+        """A slot without one of the `loaded` versions. Raises RuntimeError if there is none."""
+        for slot in self._slots:
+            if slot.version not in loaded:
+                self.weight_digests.pop(slot.version, None)
+                slot.version = ""
+        free = next((slot for slot in self._slots if not slot.version), None)
+        if free is None:
+            raise RuntimeError(f"no slot is free: {[slot.version for slot in self._slots]} are loaded")
+        return free
+
+    def get_next_batch_to_run(self, running_batch: Any, last_batch: Any | None) -> Any:
+        self._halt_ordered()
+        if len(self._slots) == 1:
+            return super().get_next_batch_to_run(running_batch=running_batch, last_batch=last_batch)
+        self._aside[self._version] = Batches(running_batch, last_batch)
+        unfinished = {label: [*batches.unfinished()] for label, batches in self._aside.items()}
+        counts = Counter({label: len(requests) for label, requests in unfinished.items()})
+        counts.update(map(_label_of, self.waiting_queue))
+        if +counts and self.chunked_req is None:  # else a prompt is computed in parts, one after another
+            self._version = self._turns.next(+counts)
+        own = self._aside.pop(self._version, None) or Batches(
+            ScheduleBatch(reqs=[], batch_is_full=False), None
+        )
+        self._aside = {label: batches for label, batches in self._aside.items() if unfinished[label]}
+        others = [request for request in self.waiting_queue if _label_of(request) != self._version]
+        self.waiting_queue = [
+            request for request in self.waiting_queue if _label_of(request) == self._version
+        ]
+        plan = super().get_next_batch_to_run(running_batch=own.running, last_batch=own.last)
+        self.waiting_queue += others
+        if not plan.batch_to_run:
+            self._turns.end()
+        return plan
+
+    def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Raises RuntimeError, which ends the server, if the batch is not of one loaded version."""
+        if len(self._slots) > 1:
+            labels = {_label_of(request) for request in batch.reqs}
+            is_check = labels == {""}  # SGLang's own requests name no version
+            slot = next((slot for slot in self._slots if is_check or {slot.version} == labels), None)
+            if slot is None:
+                loaded = [slot.version for slot in self._slots]
+                raise RuntimeError(f"a batch is of versions {sorted(labels)}; loaded: {loaded}")
+            self.runner.model = slot.model
+            for request in batch.reqs:
+                request.dora_version = slot.version
+        return super().run_batch(batch, *args, **kwargs)
+
+    def record_weight_version_change(self, new_version: str | None) -> None:
+        """With several slots a load changes no request's weights."""
+        if len(self._slots) == 1:
+            super().record_weight_version_change(new_version)
+
+    def _collect_inflight_batches(self) -> list[Any]:
+        aside = [batch for batches in self._aside.values() for batch in batches]
+        return [*super()._collect_inflight_batches(), *aside]
+
+    def is_fully_idle(self, *args: Any, **kwargs: Any) -> bool:
+        is_aside_idle = not any(True for batches in self._aside.values() for _ in batches.unfinished())
+        return is_aside_idle and bool(super().is_fully_idle(*args, **kwargs))
+
+    # Requests that move.
+
+    def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
+        if not is_retracted and self._layout:
+            if (folder := _param(req, "dora_export")) is not None:
+                part = kv_files.part_folder(folder)
+                self._orders, self._exportable[part.name] = part.parent, req
+            if (folder := _param(req, "dora_import")) is not None:
+                self._import(req, folder)
+        super()._add_request_to_queue(req, is_retracted)
+
+    def _release_aborted_request(self, req: Any) -> None:
+        self._forget(req)
+        super()._release_aborted_request(req)
+
+    def _forget(self, req: Any) -> Path | None:
+        """The folder of a request whose export may have been ordered, at its end."""
+        if (folder := _param(req, "dora_export")) is not None:
+            self._exportable.pop(kv_files.part_folder(folder).name, None)
+        return folder
+
+    def _halt_ordered(self) -> None:
+        """Let the requests whose export is ordered end with their next token, so that clients get all
+        tokens.
+        """
+        if self._orders is None or not self._exportable:
+            return
+        for name in self._exportable.keys() & {*os.listdir(self._orders)}:
+            sampling, num_tokens = (
+                self._exportable[name].sampling_params,
+                len(self._exportable[name].output_ids),
+            )
+            sampling.max_new_tokens = min(sampling.max_new_tokens, num_tokens + 1)
+
+    def process_batch_result(self, batch: Any, result: Any) -> None:
+        super().process_batch_result(batch, result)
+        for req in batch.reqs:
+            if req.finished() and (folder := self._forget(req)) is not None:
+                part = kv_files.part_folder(folder)
+                if isinstance(req.finished_reason, FINISH_LENGTH) and part.is_dir():
+                    self._export(req, folder)
+
+    def _export(self, req: Any, folder: Path) -> None:
+        """Write the KV of a finished request, which is in the prefix cache now, and publish the folder.
+
+        A file that is missing in it makes it unusable.
+        """
+        part = kv_files.part_folder(folder)
+        tokens = [*req.origin_input_ids, *req.output_ids][:-1]  # the last one has no KV yet
+        match = self._match(_key(tokens, req.extra_key))
+        slots = self.tree_cache.path_device_indices(match.last_device_node).tolist()
+        try:
+            if slots:
+                origin = self._origin_of(req.extra_key)
+                path = kv_files.worker_file(part, 0)
+                kv_files.write_blocks(path, origin, self._layers, slots, len(slots))
+            part.rename(folder)
+        except OSError as error:
+            logger.warning("the KV of %s is lost: %s", req.rid, error)
+            kv_files.remove(folder)
+
+    def _import(self, req: Any, folder: Path) -> None:
+        """Put the KV of all tokens but the last into the prefix cache. Without it they are prefilled."""
+        path, origin = kv_files.worker_file(folder, 0), self._origin_of(req.extra_key)
+        try:
+            (header,) = kv_files.read_headers(folder, 1)
+            num_tokens = min(len(req.origin_input_ids) - 1, header.num_tokens)
+            key = _key(req.origin_input_ids[: num_tokens - num_tokens % self.page_size], req.extra_key)
+            match = self._match(key)
+            node, num_cached = match.last_device_node, match.device_prefix_len
+            if (num_missing := len(key) - num_cached) <= 0:
+                return
+            lock = self.tree_cache.lock(node)
+            try:
+                slots = self._allocate(num_missing)
+                if slots is None:
+                    logger.warning("prefilling %s: no memory for its KV", req.rid)
+                    return
+                try:
+                    kv_files.read_blocks(path, origin, self._layers, slots.tolist(), num_cached)
+                except kv_files.KVFileError:
+                    self.token_to_kv_pool_allocator.free(slots)
+                    raise
+                value = torch.cat([self.tree_cache.path_device_indices(node), slots])
+                # The cache would free what it has already, but for the first `prev_prefix_len` slots.
+                insert = InsertParams(key=key, value=value, prev_prefix_len=num_cached)
+                self.tree_cache.insert(insert)
+            finally:
+                self.tree_cache.unlock(lock)
+        except kv_files.KVFileError as error:
+            logger.warning("prefilling %s: %s", req.rid, error)
+
+    def _allocate(self, num_tokens: int) -> Any | None:
+        allocator = self.token_to_kv_pool_allocator
+        if (num_lacking := num_tokens - allocator.available_size()) > 0:
+            self.tree_cache.evict(EvictParams(num_tokens=num_lacking))
+        return allocator.alloc(num_tokens)
+
+    def _match(self, key: Any) -> Any:
+        return self.tree_cache.match_prefix(MatchPrefixParams(key=key))
+
+    def _origin_of(self, label: str) -> Any:
+        return kv_files.KVOrigin(self.weight_digests.get(label, ""), self._layout)
+
+    def _kv_layout(self) -> tuple[str, ...]:
+        """See `KVOrigin`. Empty if the layers do not have KV of all tokens in one shape."""
+        if self.tree_cache.supports_swa() or self.tree_cache.supports_mamba():
+            return ()
+        kinds = {(str(layer.dtype), *map(str, layer.shape[1:])) for layer in self._layers}
+        if len(kinds) != 1:
+            return ()
+        sizes = (len(self._layers), self.page_size)
+        device = self._layers[0].device.type
+        return (f"sglang {sglang.__version__}", device, *map(str, sizes), *kinds.pop())
+
+
+def list_versions(accept: Callable[..., None]) -> Callable[..., None]:
+    """SGLang's `accept` of an event's requests, with the weights of each in every event.
+
+    SGLang lists them in the last event of a response only, which does not come if the server is killed.
+    """
+    from sglang.srt.utils.weight_versions import (  # type: ignore[import-not-found]
+        WeightVersionSpan,
+        compute_weight_version_spans,
+    )
+
+    def accept_with_versions(self: Any, *, req: Any) -> None:
+        accept(self, req=req)
+        if not self.rids or self.rids[-1] != req.rid:
+            return
+        num_tokens, label = self.completion_tokens[-1], getattr(req, "dora_version", None)
+        if label is not None:
+            self.weight_versions[-1] = [WeightVersionSpan(version=label, start=0, end=num_tokens)]
+        elif self.weight_versions[-1] is None:
+            self.weight_versions[-1] = compute_weight_version_spans(
+                req.weight_version_events, self.current_weight_version, num_tokens
+            )
+
+    return accept_with_versions
+
+
+def kv_layers(pool: Any) -> list[Any]:
+    """The KV of each layer [slots, ...]; empty for a pool of another form."""
+    if hasattr(pool, "k_buffer") and hasattr(pool, "v_buffer"):
+        return [*pool.k_buffer, *pool.v_buffer]
+    return [*getattr(pool, "kv_buffer", ())]
+
+
+def _key(tokens: Any, extra_key: str) -> Any:
+    return RadixKey(array("q", tokens), extra_key)
+
+
+def _label_of(req: Any) -> str:
+    return req.extra_key or ""
+
+
+def _param(req: Any, name: str) -> Path | None:
+    """One of DORA-RL's parameters of a request: a folder."""
+    folder = (req.sampling_params.custom_params or {}).get(name)
+    return None if folder is None else Path(folder)

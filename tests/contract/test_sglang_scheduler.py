@@ -1,0 +1,444 @@
+"""DORA-RL's scheduler of an SGLang server, on a stand-in for SGLang's own.
+
+`real_servers.py` runs it in SGLang.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dora.engine.backends import sglang
+from dora.engine.backends.server_plugins import dora_kv_files as kv_files
+
+PLUGINS = Path(sglang.__file__).parent / "server_plugins"
+POOL_SIZE = 40
+
+
+class FinishLength:
+    """The reason of a response that has all of its tokens."""
+
+
+@dataclass(eq=False)
+class Req:
+    """A request as SGLang's scheduler has it."""
+
+    rid: str
+    extra_key: str | None
+    origin_input_ids: list[int] = field(default_factory=lambda: [1, 2, 3])
+    custom_params: dict[str, str] | None = None
+    max_new_tokens: int = 10
+    output_ids: list[int] = field(default_factory=list)
+    finished_reason: Any = None
+
+    def __post_init__(self) -> None:
+        self.sampling_params = SimpleNamespace(
+            custom_params=self.custom_params, max_new_tokens=self.max_new_tokens
+        )
+
+    def finished(self) -> bool:
+        return self.finished_reason is not None
+
+
+@dataclass(eq=False)
+class Batch:
+    reqs: list[Req]
+    batch_is_full: bool = False
+
+
+class Allocator:
+    """A pool whose only layer has a number for each token."""
+
+    def __init__(self) -> None:
+        self.slots = [*range(POOL_SIZE)]
+        self.layer = torch.zeros(POOL_SIZE, 1, 2)
+
+    def get_kvcache(self) -> SimpleNamespace:
+        return SimpleNamespace(k_buffer=[self.layer], v_buffer=[self.layer.clone()])
+
+    def available_size(self) -> int:
+        return len(self.slots)
+
+    def alloc(self, num: int) -> Tensor | None:
+        if num > len(self.slots):
+            return None
+        taken, self.slots = self.slots[:num], self.slots[num:]
+        return torch.tensor(taken)
+
+    def free(self, slots: Tensor) -> None:
+        self.slots += slots.tolist()
+        assert len({*self.slots}) == len(self.slots), "freed twice"
+
+
+class PrefixCache:
+    """Sequences of tokens and their slots, by extra key."""
+
+    def __init__(self, allocator: Allocator) -> None:
+        self._allocator, self.num_locks = allocator, 0
+        self._stored: dict[Any, tuple[list[int], list[int]]] = {}
+
+    def supports_swa(self) -> bool:
+        return False
+
+    supports_mamba = supports_swa
+
+    def match_prefix(self, params: Any) -> SimpleNamespace:
+        tokens, slots = self._stored.get(params.key.extra_key, ([], []))
+        pairs = zip(tokens, params.key.token_ids, strict=False)
+        num = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(params.key)))
+        return SimpleNamespace(device_prefix_len=num, last_device_node=slots[:num])
+
+    def path_device_indices(self, node: list[int]) -> Tensor:
+        return torch.tensor(node, dtype=torch.int64)
+
+    def insert(self, params: Any) -> None:
+        """Free the slots of what is stored already, but for the first `prev_prefix_len`, as SGLang does."""
+        match = self.match_prefix(params)
+        duplicates = params.value[params.prev_prefix_len : match.device_prefix_len]
+        self._allocator.free(duplicates)
+        slots = match.last_device_node + params.value[match.device_prefix_len :].tolist()
+        self._stored[params.key.extra_key] = ([*params.key.token_ids], slots)
+
+    def evict(self, params: Any) -> None:
+        """Nothing can be evicted."""
+
+    def lock(self, node: list[int]) -> object:
+        self.num_locks += 1
+        return node
+
+    def unlock(self, lock: object) -> None:
+        self.num_locks -= 1
+
+
+class Scheduler:
+    """Runs all waiting requests at once. A token is the number of its place; its KV is the token."""
+
+    def __init__(self, slots: list[Any], tp_size: int = 1) -> None:
+        self.waiting_queue: list[Req] = []
+        self.running_batch, self.last_batch = Batch([]), None
+        self.chunked_req, self.tp_size, self.page_size = None, tp_size, 1
+        self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(dora_slots=slots, model=None))
+        self.token_to_kv_pool_allocator = Allocator()
+        self.tree_cache = PrefixCache(self.token_to_kv_pool_allocator)
+        self.is_blocked = False
+        self.computed: list[tuple[Any, list[str]]] = []  # model and requests of each step
+
+    def _add_request_to_queue(self, req: Req, is_retracted: bool) -> None:
+        self.waiting_queue.append(req)
+
+    def _release_aborted_request(self, req: Req) -> None:
+        pass
+
+    def get_internal_state(self, request: Any) -> SimpleNamespace:
+        return SimpleNamespace(internal_state={})
+
+    def record_weight_version_change(self, new_version: str) -> None:
+        self.only_version = new_version
+
+    def _collect_inflight_batches(self) -> list[Any]:
+        return [self.running_batch, self.last_batch]
+
+    def is_fully_idle(self) -> bool:
+        return not self.waiting_queue and not self.running_batch.reqs
+
+    def get_next_batch_to_run(self, running_batch: Batch, last_batch: Batch | None) -> SimpleNamespace:
+        running_batch.reqs = [req for req in running_batch.reqs if not req.finished()]
+        if self.is_blocked:
+            return SimpleNamespace(batch_to_run=None, running_batch=running_batch)
+        running_batch.reqs += self.waiting_queue
+        self.waiting_queue = []
+        batch = running_batch if running_batch.reqs else None
+        return SimpleNamespace(batch_to_run=batch, running_batch=running_batch)
+
+    def run_batch(self, batch: Batch) -> str:
+        self.computed.append((self.tp_worker.model_runner.model, [req.rid for req in batch.reqs]))
+        for req in batch.reqs:
+            req.output_ids.append(len(req.origin_input_ids) + len(req.output_ids) + 1)
+        return "result"
+
+    def process_batch_result(self, batch: Batch, result: str) -> None:
+        for req in batch.reqs:
+            if len(req.output_ids) >= req.sampling_params.max_new_tokens:
+                req.finished_reason = FinishLength()
+                self._cache(req)
+
+    def _cache(self, req: Req) -> None:
+        tokens = [*req.origin_input_ids, *req.output_ids][:-1]
+        slots = self.token_to_kv_pool_allocator.alloc(len(tokens))
+        assert slots is not None
+        for layer in self._layers:  # type: ignore[attr-defined]
+            layer[slots] = torch.tensor(tokens, dtype=torch.float32)[:, None, None]
+        key = sys.modules["sglang.srt.mem_cache.radix_cache"].RadixKey(tokens, req.extra_key)
+        self.tree_cache.insert(SimpleNamespace(key=key, value=slots, prev_prefix_len=0))
+
+    def step(self) -> list[str]:
+        """A pass of SGLang's event loop. Returns the requests of the step."""
+        plan = self.get_next_batch_to_run(running_batch=self.running_batch, last_batch=self.last_batch)
+        self.running_batch = plan.running_batch
+        if plan.batch_to_run:
+            self.process_batch_result(plan.batch_to_run, self.run_batch(plan.batch_to_run))
+        self.last_batch = plan.batch_to_run
+        return [req.rid for req in plan.batch_to_run.reqs] if plan.batch_to_run else []
+
+
+class RadixKey:
+    def __init__(self, token_ids: list[int], extra_key: str | None) -> None:
+        self.token_ids, self.extra_key = token_ids, extra_key
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def params(**values: Any) -> SimpleNamespace:
+    return SimpleNamespace(**values)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`dora_sglang_scheduler` with `Scheduler` as its base."""
+    components = "sglang.srt.model_executor.model_runner_components.load_model_utils"
+    prefix_cache = {name: params for name in ("EvictParams", "InsertParams", "MatchPrefixParams")}
+    stand_ins: dict[str, dict[str, Any]] = {
+        "sglang": {"__version__": "0.5.23"},
+        "sglang.srt.managers.schedule_batch": {"FINISH_LENGTH": FinishLength, "ScheduleBatch": Batch},
+        "sglang.srt.managers.scheduler": {"Scheduler": Scheduler},
+        "sglang.srt.mem_cache.base_prefix_cache": prefix_cache,
+        "sglang.srt.mem_cache.radix_cache": {"RadixKey": RadixKey},
+        components: {"load_model_with_memory_saver": lambda **_: SimpleNamespace(model="another model")},
+    }
+    for name, members in stand_ins.items():
+        stand_in: Any = ModuleType(name)
+        vars(stand_in).update(members)
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    monkeypatch.syspath_prepend(PLUGINS)
+    before = {*sys.modules}
+    yield importlib.import_module("dora_sglang_scheduler")
+    for name in {*sys.modules} - before:
+        if name.startswith("dora_"):
+            del sys.modules[name]
+
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def make(module: Any) -> Make:
+    """Makes a scheduler whose slots have versions: the model of "a" is "model a"."""
+
+    def make(*versions: str, **options: Any) -> Any:
+        slots = [module.Slot(f"model {version}", version) for version in versions]
+        scheduler = module.VersionScheduler(slots, **options)
+        scheduler._turns = module.VersionTurns(turn_steps=1)
+        scheduler.weight_digests = {version: f"digest of {version}" for version in versions}
+        return scheduler
+
+    return make
+
+
+def add(scheduler: Any, *requests: Req) -> None:
+    for request in requests:
+        scheduler._add_request_to_queue(request)
+
+
+def test_a_step_has_requests_of_one_version_and_its_model(make: Make) -> None:
+    """Versions take turns. Requests of the others keep their places."""
+    scheduler = make("a", "b")
+    add(scheduler, Req("a1", "a"), Req("b1", "b", max_new_tokens=1), Req("a2", "a"))
+    assert [scheduler.step() for _ in range(2)] == [["a1", "a2"], ["b1"]]
+    add(scheduler, Req("b2", "b"))
+    assert [scheduler.step() for _ in range(3)] == [["a1", "a2"], ["b2"], ["a1", "a2"]]
+    assert [model for model, _ in scheduler.computed] == [f"model {label}" for label in "ababa"]
+
+
+def test_requests_of_versions_without_a_turn_are_unfinished(make: Make) -> None:
+    """An abort of them finds them, and the server is not idle."""
+    scheduler = make("a", "b")
+    add(scheduler, Req("a1", "a"), Req("b1", "b", max_new_tokens=1))
+    assert [scheduler.step() for _ in range(2)] == [["a1"], ["b1"]]
+    found = [batch for batch in scheduler._collect_inflight_batches() if batch]
+    assert {req.rid for batch in found for req in batch.reqs} == {"a1", "b1"}
+    assert not scheduler.is_fully_idle()
+    while scheduler.step():
+        pass
+    assert scheduler.is_fully_idle()
+    assert scheduler._aside == {}
+
+
+def test_a_version_without_anything_to_run_ends_its_turn(make: Make, module: Any) -> None:
+    scheduler = make("a", "b")
+    scheduler._turns = module.VersionTurns(turn_steps=8)
+    add(scheduler, Req("a1", "a"), Req("b1", "b"))
+    scheduler.is_blocked = True
+    assert scheduler.step() == []
+    scheduler.is_blocked = False
+    assert scheduler.step() == ["b1"]
+
+
+def test_a_prompt_that_is_computed_in_parts_keeps_the_turn(make: Make) -> None:
+    scheduler = make("a", "b")
+    add(scheduler, Req("a1", "a"), Req("b1", "b"))
+    assert scheduler.step() == ["a1"]
+    scheduler.chunked_req = object()
+    assert [scheduler.step() for _ in range(2)] == [["a1"], ["a1"]]
+    scheduler.chunked_req = None
+    assert scheduler.step() == ["b1"]
+
+
+def test_requests_that_name_no_version_run_with_any(make: Make) -> None:
+    """SGLang's own checks of its health."""
+    scheduler = make("a", "")
+    add(scheduler, Req("check", None, max_new_tokens=1), Req("a1", "a"))
+    assert sorted([scheduler.step(), scheduler.step()]) == [["a1"], ["check"]]
+
+
+def test_requests_of_a_version_that_is_not_loaded_end_the_server(make: Make) -> None:
+    scheduler = make("a", "b")
+    add(scheduler, Req("c1", "c"))
+    with pytest.raises(RuntimeError, match=r"versions \['c'\]; loaded: \['a', 'b'\]"):
+        scheduler.step()
+
+
+def test_a_server_with_one_slot_schedules_as_sglang(make: Make) -> None:
+    scheduler = make("a")
+    add(scheduler, Req("a1", "a"), Req("b1", "b"))
+    assert scheduler.step() == ["a1", "b1"]
+    scheduler.record_weight_version_change("b")
+    assert scheduler.only_version == "b"
+
+
+def test_a_load_replaces_a_version_that_is_not_kept(make: Make, module: Any) -> None:
+    scheduler = make("a", "b")
+
+    def update(manager: Any, request: Any) -> Any:
+        manager.scheduler.record_weight_version_change(request.weight_version)
+        loaded = scheduler.runner.model
+        return SimpleNamespace(success=not request.fails, message=f"{module.DIGEST_PREFIX}f00. {loaded}")
+
+    load, manager = module.load_into_slot(update), SimpleNamespace(scheduler=scheduler)
+    request = SimpleNamespace(weight_version="c", manifest={module.LOADED_KEY: ["b"]}, fails=True)
+    assert not load(manager, request).success
+    assert [slot.version for slot in scheduler._slots] == ["", "b"]
+    request.fails = False
+    assert load(manager, request).message.endswith("model a")
+    assert [slot.version for slot in scheduler._slots] == ["c", "b"]
+    assert scheduler.weight_digests == {"b": "digest of b", "c": "f00"}
+    assert not hasattr(scheduler, "only_version")
+    request.manifest = {module.LOADED_KEY: ["b", "c"]}
+    with pytest.raises(RuntimeError, match="no slot is free"):
+        load(manager, request)
+
+
+def test_a_server_loads_a_model_for_each_slot(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_model(runner: Any) -> None:
+        runner.model = "first model"
+
+    names = ("model_config", "load_config", "device", "gpu_id", "memory_saver_adapter")
+    runner = SimpleNamespace(is_draft_worker=False, **dict.fromkeys(names))
+    monkeypatch.setenv(module.SLOTS_VARIABLE, "3")
+    module.load_slots(load_model)(runner)
+    assert [slot.model for slot in runner.dora_slots] == ["first model", "another model", "another model"]
+
+
+def export(scheduler: Any, folder: Path, **options: Any) -> Req:
+    """A request with three tokens whose export is ordered after the second one."""
+    request = Req("r", "a", custom_params={"dora_export": str(folder)}, **options)
+    add(scheduler, request)
+    for _ in range(2):
+        scheduler.step()
+    kv_files.order_export(folder)
+    scheduler.step()
+    return request
+
+
+def kv_of(scheduler: Any, tokens: list[int], label: str = "a") -> list[float]:
+    """The KV in the prefix cache of a sequence, a number for each token."""
+    match = scheduler.tree_cache.match_prefix(params(key=RadixKey(tokens, label)))
+    rows = [layer[match.last_device_node].flatten(1).tolist() for layer in scheduler._layers]
+    assert rows[0] == rows[1]
+    return [number for number, _ in rows[0]]
+
+
+def test_a_request_moves_with_its_kv(make: Make, tmp_path: Path) -> None:
+    """What the destination has cached already stays, and all but the last token is there."""
+    source, destination = make("a"), make("a", "b")
+    exported = export(source, tmp_path / "r")
+    assert (exported.finished(), exported.output_ids) == (True, [4, 5, 6])
+    add(destination, Req("x", "a", origin_input_ids=[1, 2, 9], max_new_tokens=1))
+    destination.step()
+    num_free = destination.token_to_kv_pool_allocator.available_size()
+    tokens = [1, 2, 3, 4, 5, 6]
+    add(destination, Req("r2", "a", tokens, {"dora_import": str(tmp_path / "r")}))
+    assert kv_of(destination, tokens) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert destination.token_to_kv_pool_allocator.available_size() == num_free - 3
+    assert destination.tree_cache.num_locks == 0
+    assert kv_of(destination, tokens, "b") == []
+
+
+def test_a_request_that_ends_by_itself_is_not_exported(make: Make, tmp_path: Path) -> None:
+    scheduler = make("a")
+    request = Req("r", "a", custom_params={"dora_export": str(tmp_path / "r")}, max_new_tokens=1)
+    add(scheduler, request)
+    scheduler.step()
+    assert [*tmp_path.iterdir()] == []
+    aborted = Req("s", "a", custom_params={"dora_export": str(tmp_path / "s")})
+    add(scheduler, aborted)
+    scheduler._release_aborted_request(aborted)
+    kv_files.order_export(tmp_path / "s")
+    scheduler.step()
+    assert scheduler._exportable == {}
+
+
+def test_kv_that_cannot_be_written_ends_the_order(make: Make, tmp_path: Path) -> None:
+    """The engine waits for it no longer."""
+    scheduler = make("a")
+    add(scheduler, Req("r", "a", custom_params={"dora_export": str(tmp_path / "r")}))
+    scheduler.step()
+    kv_files.order_export(tmp_path / "r")
+    kv_files.worker_file(kv_files.part_folder(tmp_path / "r"), 0).touch()  # it exists already
+    scheduler.step()
+    assert [*tmp_path.iterdir()] == []
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("version", "change", "pool_size"),
+    [
+        pytest.param("a", damage, POOL_SIZE, id="damaged"),
+        pytest.param("a", Path.unlink, POOL_SIZE, id="missing"),
+        pytest.param("b", lambda path: None, POOL_SIZE, id="other weights"),
+        pytest.param("a", lambda path: None, 2, id="no memory"),
+    ],
+)
+def test_kv_that_cannot_be_imported_is_prefilled(
+    make: Make, tmp_path: Path, version: str, change: Callable[[Path], None], pool_size: int
+) -> None:
+    export(make("a"), tmp_path / "r")
+    change(kv_files.worker_file(tmp_path / "r", 0))
+    destination = make("a", "b")
+    destination.token_to_kv_pool_allocator.slots = [*range(pool_size)]
+    add(destination, Req("r", version, [1, 2, 3, 4, 5, 6], {"dora_import": str(tmp_path / "r")}))
+    assert kv_of(destination, [1, 2, 3, 4, 5, 6], version) == []
+    assert destination.token_to_kv_pool_allocator.available_size() == pool_size
+    assert destination.tree_cache.num_locks == 0
+
+
+def test_the_internal_state_describes_slots_and_kv(make: Make) -> None:
+    """A server of several GPUs moves no KV."""
+    state = make("a", "b").get_internal_state(None).internal_state["dora"]
+    assert state["version_slots"] == 2
+    assert state["kv_layout"] == ["sglang 0.5.23", "cpu", "2", "1", "torch.float32", "1", "2"]
+    assert make("a", tp_size=2).get_internal_state(None).internal_state["dora"]["kv_layout"] == []
