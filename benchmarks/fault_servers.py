@@ -1,4 +1,4 @@
-"""Faults of vLLM servers, in runs whose engines they are."""
+"""Faults of vLLM and SGLang servers, in runs whose engines they are."""
 
 from __future__ import annotations
 
@@ -19,21 +19,25 @@ from dora.runtime.process.worker_process import Worker
 
 NUM_SERVERS, NUM_SLOTS = 2, 2
 SILENCE_S = 4.0  # as the run's heartbeat_timeout_s
-NUM_KV_BLOCKS = 20  # of 32 tokens: less than 8 requests of the longest length need
+NUM_KV_TOKENS = 640  # less than 8 requests of the longest length need
 POLL_S = 0.0005  # between two looks for exported KV, which is there for a few milliseconds
 KV_DAMAGED = "engine's exported KV damaged"
 
 
-def on_vllm(python: str) -> list[str]:
-    """Settings of a run with vLLM servers that migrate requests and often have no free KV block."""
-    arguments = ["--num-gpu-blocks-override", str(NUM_KV_BLOCKS)]
+def on_servers(backend: str, python: str, kv_connector: str | None) -> list[str]:
+    """Settings of a run with servers that migrate requests and often have no room for more KV."""
+    if backend == "vllm":
+        arguments = ["--num-gpu-blocks-override", str(NUM_KV_TOKENS // 32)]
+    else:
+        arguments = ["--max-total-tokens", str(NUM_KV_TOKENS)]
+    connector = "" if kv_connector is None else f", kv_connector = {json.dumps(kv_connector)}"
     return [
-        "engine.backend=vllm",
+        f"engine.backend={backend}",
         f"engine.options={{python = {json.dumps(python)}, silence_s = {SILENCE_S}, "
-        f"arguments = {json.dumps(arguments)}}}",
+        f"arguments = {json.dumps(arguments)}{connector}}}",
         f"engine.num_engines={NUM_SERVERS}",
         f"engine.version_slots={NUM_SLOTS}",
-        "orchestrator.prioritize_stragglers=true",
+        f"orchestrator.prioritize_stragglers={str(backend == 'vllm').lower()}",
         "orchestrator.balance_running=true",
         "orchestrator.rebalance_interval_s=0.2",
     ]

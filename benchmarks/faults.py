@@ -3,11 +3,11 @@
 The runs train on the demo's task with paced engines. Runs without faults are the baseline. In the others a
 thread injects faults: processes receive SIGKILL or SIGSTOP, connections are cut, a reward function never
 returns, files cannot grow any more, an engine gets a tenth of its time. With --runtime ray a run has two
-nodes of a cluster, one of which loses its raylet and is replaced. With --vllm-python a run has two vLLM
-servers, which have too little memory for the KV of all their requests; they are killed and stopped, and KV
-that migrates is damaged. Different components fail at the same time; each gets its next fault only once it
-has recovered. Every run is audited and replayed. The findings are counted as lost, doubled, mixed and
-too_stale, and make the exit code 1.
+nodes of a cluster, one of which loses its raylet and is replaced. With --vllm-python or --sglang-python a
+run has two servers, which have too little memory for the KV of all their requests; they are killed and
+stopped, and KV that migrates in files is damaged. Different components fail at the same time; each gets its
+next fault only once it has recovered. Every run is audited and replayed. The findings are counted as lost,
+doubled, mixed and too_stale, and make the exit code 1.
 
 detection_s is the time from the fault until the driver knows of it. recovery_s is the time until the run is
 as before: another process has replaced the lost one, and a trainer has redone its steps. Throughput is
@@ -37,7 +37,7 @@ from typing import TypeVar
 
 from fault_kinds import KINDS, REWARD, Fault, Inject, affected_by, component_of
 from fault_nodes import RAYLET_KILLED, STORAGE_KILLED, kinds_on, two_nodes
-from fault_servers import SERVER_KINDS, on_vllm
+from fault_servers import KV_DAMAGED, SERVER_KINDS, on_servers
 from rich.console import Console
 
 from dora.audit import audit, logprob_recheck
@@ -221,7 +221,7 @@ def run_trial(
             log.seek(0)
             log_lines = log.readlines()
         s = json.loads((out / "summary.json").read_text())
-        found = findings(out, NUM_DEEP if "engine.backend=vllm" in overrides else 0)
+        found = findings(out, NUM_DEEP if any(o.startswith("engine.backend=") for o in overrides) else 0)
         found[LOST] += injector.failures + ([] if s["stopped"] == "SIGTERM" else [f"ended by {s['stopped']}"])
         if any(found.values()):
             print("".join(log_lines[-NUM_LOG_LINES:]))
@@ -285,8 +285,8 @@ SCALES = {  # by runtime or backend, and by whether it is quick
     ("local", True): Scale(12, 12, 0.3, 5.0, 1),
     ("ray", False): Scale(56, 28, 6.0, 60.0, 2),
     ("ray", True): Scale(14, 14, 0.3, 5.0, 1),
-    ("vllm", False): Scale(32, 16, 6.0, 60.0, 1),
-    ("vllm", True): Scale(8, 8, 0.3, 5.0, 1),
+    ("servers", False): Scale(32, 16, 6.0, 60.0, 1),
+    ("servers", True): Scale(8, 8, 0.3, 5.0, 1),
 }
 
 
@@ -303,18 +303,27 @@ def main() -> None:
     parser.add_argument("--faults", type=int, metavar="N", help="number of faults")
     parser.add_argument("--kinds", type=_kinds, metavar="K,K", help=f"only these of: {', '.join(ALL_KINDS)}")
     parser.add_argument("--runtime", default="local", choices=("local", "ray"), help="where the workers run")
-    parser.add_argument("--vllm-python", metavar="PYTHON", help="its vLLM generates; only with local workers")
+    servers = parser.add_mutually_exclusive_group()
+    servers.add_argument(
+        "--vllm-python", metavar="PYTHON", help="its vLLM generates; only with local workers"
+    )
+    servers.add_argument("--sglang-python", metavar="PYTHON", help="the same with SGLang")
+    parser.add_argument("--kv-connector", choices=("files", "nixl"), help="of vLLM servers")
     given = parser.parse_args()
     options = options_of(given)
-    scale = SCALES["vllm" if given.vllm_python else given.runtime, options.quick]
+    python = given.vllm_python or given.sglang_python
+    scale = SCALES["servers" if python else given.runtime, options.quick]
     with ExitStack() as stack:
         kinds, overrides = KINDS, [*OWN_ENGINE]
         if given.runtime == "ray":
             nodes = stack.enter_context(two_nodes())
             kinds = KINDS | kinds_on(nodes)
             overrides += ["runtime.kind=ray", f"ray.address={nodes.address}"]
-        elif given.vllm_python:
-            kinds, overrides = SERVER_KINDS, on_vllm(given.vllm_python)
+        elif python:
+            backend = "vllm" if given.vllm_python else "sglang"
+            kinds, overrides = {**SERVER_KINDS}, on_servers(backend, python, given.kv_connector)
+            if given.kv_connector == "nixl":
+                del kinds[KV_DAMAGED]
         if unknown := set(given.kinds or ()) - kinds.keys():
             parser.error(f"these runs do not support: {', '.join(sorted(unknown))}")
         chosen = {kind: kinds[kind] for kind in given.kinds or kinds}

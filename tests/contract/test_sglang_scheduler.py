@@ -39,6 +39,7 @@ class Req:
     max_new_tokens: int = 10
     output_ids: list[int] = field(default_factory=list)
     finished_reason: Any = None
+    num_retracted: int = 0
 
     def __post_init__(self) -> None:
         self.sampling_params = SimpleNamespace(
@@ -53,6 +54,10 @@ class Req:
 class Batch:
     reqs: list[Req]
     batch_is_full: bool = False
+    checks: list[bool] = field(default_factory=list)  # whether there is room for the next tokens
+
+    def check_decode_mem(self) -> bool:
+        return self.checks.pop(0) if self.checks else True
 
 
 class Allocator:
@@ -129,7 +134,8 @@ class Scheduler:
         self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(dora_slots=slots, model=None))
         self.token_to_kv_pool_allocator = Allocator()
         self.tree_cache = PrefixCache(self.token_to_kv_pool_allocator)
-        self.is_blocked = False
+        self.req_to_token_pool, self.is_blocked = None, False
+        self.aborted: list[str] = []
         self.computed: list[tuple[Any, list[str]]] = []  # model and requests of each step
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool) -> None:
@@ -156,8 +162,14 @@ class Scheduler:
             return SimpleNamespace(batch_to_run=None, running_batch=running_batch)
         running_batch.reqs += self.waiting_queue
         self.waiting_queue = []
-        batch = running_batch if running_batch.reqs else None
+        batch = self.update_running_batch(running_batch) if running_batch.reqs else None
         return SimpleNamespace(batch_to_run=batch, running_batch=running_batch)
+
+    def update_running_batch(self, batch: Batch) -> Batch | None:
+        if batch.check_decode_mem():
+            return batch
+        self.aborted += [req.rid for req in batch.reqs]
+        return None
 
     def run_batch(self, batch: Batch) -> str:
         self.computed.append((self.tp_worker.model_runner.model, [req.rid for req in batch.reqs]))
@@ -198,6 +210,11 @@ class RadixKey:
         return len(self.token_ids)
 
 
+def retract_all(reqs: list[Req], **pools: Any) -> None:
+    for req in reqs:
+        req.num_retracted += 1
+
+
 def params(**values: Any) -> SimpleNamespace:
     return SimpleNamespace(**values)
 
@@ -209,7 +226,11 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     prefix_cache = {name: params for name in ("EvictParams", "InsertParams", "MatchPrefixParams")}
     stand_ins: dict[str, dict[str, Any]] = {
         "sglang": {"__version__": "0.5.23"},
-        "sglang.srt.managers.schedule_batch": {"FINISH_LENGTH": FinishLength, "ScheduleBatch": Batch},
+        "sglang.srt.managers.schedule_batch": {
+            "FINISH_LENGTH": FinishLength,
+            "ScheduleBatch": Batch,
+            "retract_all": retract_all,
+        },
         "sglang.srt.managers.scheduler": {"Scheduler": Scheduler},
         "sglang.srt.mem_cache.base_prefix_cache": prefix_cache,
         "sglang.srt.mem_cache.radix_cache": {"RadixKey": RadixKey},
@@ -281,6 +302,20 @@ def test_a_version_without_anything_to_run_ends_its_turn(make: Make, module: Any
     assert scheduler.step() == []
     scheduler.is_blocked = False
     assert scheduler.step() == ["b1"]
+
+
+def test_requests_of_other_versions_make_room_before_one_is_aborted(make: Make) -> None:
+    scheduler = make("a", "b")
+    first, second = Req("a1", "a"), Req("b1", "b")
+    add(scheduler, first, second)
+    assert [scheduler.step() for _ in range(3)] == [["a1"], ["b1"], ["a1"]]
+    scheduler._aside["b"].running.checks += [False, True, True]
+    assert scheduler.step() == ["b1"]
+    assert (first.num_retracted, second.num_retracted, scheduler.aborted) == (1, 0, [])
+    assert scheduler.step() == ["a1"], "from the waiting queue"
+    scheduler._aside["b"].running.checks += [False, False, False]
+    assert scheduler.step() == []
+    assert scheduler.aborted == ["b1"]
 
 
 def test_a_prompt_that_is_computed_in_parts_keeps_the_turn(make: Make) -> None:

@@ -30,6 +30,7 @@ from dora_version_turns import VersionTurns  # type: ignore[import-not-found]
 from sglang.srt.managers.schedule_batch import (  # type: ignore[import-not-found]
     FINISH_LENGTH,
     ScheduleBatch,
+    retract_all,
 )
 from sglang.srt.managers.scheduler import Scheduler  # type: ignore[import-not-found]
 from sglang.srt.mem_cache.base_prefix_cache import (  # type: ignore[import-not-found]
@@ -188,6 +189,32 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
             for request in batch.reqs:
                 request.dora_version = slot.version
         return super().run_batch(batch, *args, **kwargs)
+
+    def update_running_batch(self, batch: Any) -> Any:
+        """Without room for the next tokens, SGLang retracts requests of the batch, and aborts the last one.
+
+        Before that, those of other versions make room.
+        """
+        while len(self._slots) > 1 and not batch.check_decode_mem() and self._retract_aside():
+            pass
+        return super().update_running_batch(batch)
+
+    def _retract_aside(self) -> bool:
+        """Let the requests of another version wait, without their KV. False if there are none."""
+        for label, batches in [*self._aside.items()]:
+            del self._aside[label]
+            if requests := [*batches.unfinished()]:
+                retract_all(
+                    reqs=requests,
+                    req_to_token_pool=self.req_to_token_pool,
+                    token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
+                    tree_cache=self.tree_cache,
+                    hisparse_coordinator=None,
+                )
+                for request in requests:
+                    self._add_request_to_queue(request, is_retracted=True)
+                return True
+        return False
 
     def record_weight_version_change(self, new_version: str | None) -> None:
         """With several slots a load changes no request's weights."""
