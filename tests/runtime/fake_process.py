@@ -27,10 +27,6 @@ class FakeProcess:
         for message in messages:
             self.received.put(message)
 
-    def send_now(self, messages: Any, /) -> bool:
-        self.send(messages)
-        return True
-
     def recv(self) -> Any:
         messages = self._sent.get()
         if messages is None:

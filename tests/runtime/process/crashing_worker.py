@@ -1,4 +1,4 @@
-"""Targets of worker processes that exit or behave in unusual ways."""
+"""Targets of worker processes that exit in unusual ways."""
 
 from __future__ import annotations
 
@@ -34,12 +34,3 @@ def start_processes(outbox: WorkerOutbox, inbox: WorkerInbox, spec: object) -> N
         time.sleep(1000.0)
     outbox.send([*(program.pid for program in programs), fork])
     next(inbox.receive(None))
-
-
-def return_all(outbox: WorkerOutbox, inbox: WorkerInbox, spec: object) -> None:
-    """Return all messages up to None, in one message."""
-    outbox.send("ready")
-    received: list[object] = []
-    while not received or received[-1] is not None:
-        received += inbox.receive(None)
-    outbox.send(received)

@@ -10,7 +10,7 @@ import threading
 
 import psutil
 import pytest
-from tests.runtime.process.crashing_worker import exit_during_send, return_all, send_and_wait, start_processes
+from tests.runtime.process.crashing_worker import exit_during_send, send_and_wait, start_processes
 from tests.runtime.running import wait_until_gone
 
 from dora.runtime.process import worker_process
@@ -64,25 +64,6 @@ def test_a_worker_whose_channel_is_cut_is_lost_and_exits() -> None:
         connection.shutdown(socket.SHUT_RDWR)
     assert messages.get(timeout=30) == (worker, WorkerExited())
     assert wait_until_gone([process]) == []
-    worker.kill()
-
-
-def test_a_stopped_worker_does_not_block_the_driver_and_gets_all_messages_in_order() -> None:
-    """More than its channel has room for, and messages of more than one write."""
-    messages = WorkerMessages()
-    worker = Worker("a worker", return_all, None, messages)
-    assert messages.get(timeout=30) == (worker, "ready")
-    process, sent = psutil.Process(worker.pid), [bytes([i]) * 3**i for i in range(13)] * 4
-    process.suspend()
-    try:
-        for content in sent:
-            worker.send(content)
-        assert worker._num_unsent > 0
-    finally:
-        process.resume()
-    worker.send(None)
-    assert messages.get(timeout=30) == (worker, [*sent, None])
-    worker.send("it has exited" if messages.get(timeout=30) == (worker, WorkerExited()) else None)
     worker.kill()
 
 

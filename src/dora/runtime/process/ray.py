@@ -343,10 +343,6 @@ class RayProcess:
                 self._transfer(message.version)
         self._channel.send(messages)
 
-    def send_now(self, messages: Sequence[Any], /) -> bool:
-        """A send may wait for the connection, or for a version that is transferred."""
-        return False
-
     def recv(self) -> Any:
         """The first message of a worker, which is not returned, names its process and node."""
         if not self._is_connected.is_set():

@@ -3,8 +3,8 @@
 Workers of this machine are forked from a server process that has only imported what workers need: they start
 at once and share the memory of the imports. `WorkerMessages.start` decides where a worker runs.
 
-Sending never blocks the driver: what a channel has no room for is written by a thread of its worker, so one
-that hangs delays no other. A channel carries lists of messages, because a wake-up costs more than a message.
+Sending never blocks the driver: each worker has a thread that writes to its channel, so one that hangs
+delays no other. A channel carries lists of messages, because a wake-up costs more than a message.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import contextlib
 import multiprocessing
 import os
 import queue
-import select
 import signal
 import sys
 import threading
@@ -22,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, Protocol
 
 import psutil
@@ -50,7 +48,6 @@ else:  # macOS system libraries do not survive a fork
 HEARTBEAT_S = 1.0
 EXIT_CODE_S = 1.0  # wait for the exit code of a process whose channel has ended
 MAX_EXIT_CODE_S = 10.0  # the same if the process has ended
-MAX_BYTES_NOW = 2**16  # of messages that are sent without a thread: a writable socket has room for more
 UNKNOWN_EXIT_CODE = 255  # what multiprocessing reports once the fork server has exited
 
 
@@ -175,9 +172,6 @@ def preload_workers() -> None:
 class ProcessHandle(Channel, Protocol):
     """A worker's process, wherever it runs, and the channel to it."""
 
-    def send_now(self, messages: Any, /) -> bool:
-        """Send a list of messages if that certainly takes no time. False: nothing was sent."""
-
     @property
     def pid(self) -> int | None:
         """Process id on its own machine; None until it is known."""
@@ -216,23 +210,13 @@ class ForkedProcess:
             self._process = CONTEXT.Process(target=_run_forked, args=args, name=name, daemon=True)
             self._process.start()
         child_end.close()
-        self._connection, self._room = connection, select.poll()
-        self._room.register(connection, select.POLLOUT)
+        self._connection = connection
         self._found: psutil.Process | None = None
         with contextlib.suppress(psutil.NoSuchProcess):  # it has exited already
             self._found = psutil.Process(self._process.pid)
 
     def send(self, messages: Any, /) -> None:
         self._connection.send(messages)
-
-    def send_now(self, messages: Any, /) -> bool:
-        """On Linux, at most a quarter of the buffer of a writable Unix socket is in use."""
-        if sys.platform != "linux" or not self._room.poll(0):
-            return False
-        content = ForkingPickler.dumps(messages)
-        if is_short := len(content) <= MAX_BYTES_NOW:
-            self._connection.send_bytes(content)
-        return is_short
 
     def recv(self) -> Any:
         return self._connection.recv()
@@ -317,20 +301,16 @@ class Worker:
         self.input_error = ""  # the message, if that exception is an InputError
         self._messages = messages
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._num_unsent, self._lock = 0, threading.Lock()  # batches in `_outbox` or being sent from it
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._write, daemon=True).start()
 
     def send(self, message: object) -> None:
-        """Send a message. A message to a process that has exited is lost."""
+        """Queue a message. A message to a process that has exited is lost."""
         self.send_batch([message])
 
     def send_batch(self, messages: Sequence[object]) -> None:
-        """Send messages together: now, or by the thread if there is no room or others wait for it."""
-        with self._lock, contextlib.suppress(OSError):
-            if self._num_unsent or not self._process.send_now(messages):
-                self._num_unsent += 1
-                self._outbox.put(messages)
+        """Queue messages, which are sent together."""
+        self._outbox.put(messages)
 
     @property
     def pid(self) -> int | None:
@@ -386,8 +366,6 @@ class Worker:
                 if None in batches:  # `kill` was called
                     return
                 self._process.send([message for batch in batches for message in batch])
-                with self._lock:
-                    self._num_unsent -= len(batches)
 
 
 class WorkerState(NamedTuple):
