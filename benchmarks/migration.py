@@ -6,11 +6,11 @@ that the destination has no blocks cached. Requests migrate one at a time, and m
 changes its version. Stop time is measured while both engines decode, from the source's last token to the
 destination's first one, in decode steps.
 
-With --vllm-python, requests of 128 to 4,096 tokens migrate between two vLLM servers instead: with their KV,
-in files and, if that interpreter has it, over NIXL, and without. Stop time is then from the source's halt to
-the first token from the destination.
+With --vllm-python or --sglang-python, requests of 128 to 4,096 tokens migrate between two servers instead:
+with their KV, in files and, between vLLM servers whose interpreter has it, over NIXL, and without. Stop time
+is then from the source's halt to the first token from the destination.
 
-    python benchmarks/migration.py [--vllm-python PYTHON] [--quick] [--json FILE]
+    python benchmarks/migration.py [--vllm-python PYTHON | --sglang-python PYTHON] [--quick] [--json FILE]
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from dora.weights.store import WeightStore, make_store_folder
 from report import Options, Row, make_parser, options_of, publish
 
 if TYPE_CHECKING:
-    from dora.engine.backends.vllm import Vllm
+    from dora.engine.backends.http_engine import HttpEngine
 
 MODELS = {"demo": DEMO, "30m": THIRTY_MILLION}
 NUM_TOKENS, PROMPT_LENGTH, MAX_CONTEXT = 1000, 15, 1536
@@ -304,17 +304,19 @@ def measure_stop(case: Case, pair: EnginePair) -> Row:
     }
 
 
-VLLM_TOKENS = (128, 256, 512, 1024, 2048, 4096)  # of prompt and answer when a request migrates
+SERVER_TOKENS = (128, 256, 512, 1024, 2048, 4096)  # of prompt and answer when a request migrates
 NIXL_TOKENS = (128, 512, 2048)  # fewer: NIXL's threads need a core of each server
 NUM_BEFORE, NUM_AFTER = 32, 96  # tokens of the answer before and after the migration
 
 
 class ServerPair:
-    """Two engines on vLLM servers with version 0, and a driver that only migrates, in this process."""
+    """Two engines on servers with version 0, and a driver that only migrates, in this process."""
 
-    def __init__(self, config: ModelConfig, python: str, kv_connector: str) -> None:
+    def __init__(self, config: ModelConfig, backend: str, python: str, kv_connector: str) -> None:
+        from dora.engine.backends.sglang import Sglang
         from dora.engine.backends.vllm import Vllm
 
+        self.backend = backend
         self._folder, self._vocab_size, self._source = (
             make_store_folder(0),
             config.vocab_size,
@@ -323,13 +325,16 @@ class ServerPair:
         weights = initial_weights(config, seed=0, std=0.1)
         save_pretrained(self._folder / "model", config, weights)
         self._slots, self._num_requests, self._num_migrations = HandoffSlots(self._folder), 0, 0
-        self.engines: list[Vllm] = []
+        self.engines: list[HttpEngine] = []
         for number in range(2):
             pool = self._folder / f"pool-{number}"
-            sizes = {"max_rows": 2, "max_context": VLLM_TOKENS[-1] + NUM_AFTER, "version_slots": 1}
+            sizes = {"max_rows": 2, "max_context": SERVER_TOKENS[-1] + NUM_AFTER, "version_slots": 1}
             where = {"device": "cpu", "dtype": "float32", "python": python, "pool": pool}
             model = str(self._folder / "model")
-            self.engines.append(Vllm(model=model, kv_connector=kv_connector, **sizes, **where))
+            if backend == "vllm":
+                self.engines.append(Vllm(model=model, kv_connector=kv_connector, **sizes, **where))
+            else:
+                self.engines.append(Sglang(model=model, **sizes, **where))
             self.engines[-1].load(0, weights)
 
     def close(self) -> None:
@@ -345,7 +350,7 @@ class ServerPair:
         sampling = SamplingParams(0.0, NUM_BEFORE + NUM_AFTER)
         return Request(RequestId(*group, 0), group, prompt, 0, self._num_requests, sampling)
 
-    def generate(self, engine: Vllm, request: Request) -> Completion:
+    def generate(self, engine: HttpEngine, request: Request) -> Completion:
         """The answer without a migration."""
         engine.submit([request])
         return _until(engine.step)[0]
@@ -379,7 +384,7 @@ def _until(step: Callable[[], list[Completion]]) -> list[Completion]:
     return answers
 
 
-def measure_vllm(pair: ServerPair, num_tokens: int, num_repeats: int) -> Row:
+def measure_server(pair: ServerPair, num_tokens: int, num_repeats: int) -> Row:
     """Stop time with KV and without, and the log-probs after a migration against those without one."""
     stops_ms: dict[bool, list[float]] = {True: [], False: []}
     prefilled: dict[bool, set[int]] = {True: set(), False: set()}
@@ -398,7 +403,7 @@ def measure_vllm(pair: ServerPair, num_tokens: int, num_repeats: int) -> Row:
             differences[carries_kv] = max(differences[carries_kv], difference)
     with_kv, without = (statistics.median(stops_ms[carries_kv]) for carries_kv in (True, False))
     return {
-        "vllm_tokens": num_tokens,
+        f"{pair.backend}_tokens": num_tokens,
         "kv_mb": num_bytes / 1e6,
         "stop_ms": with_kv,
         "prefill_stop_ms": without,
@@ -410,39 +415,49 @@ def measure_vllm(pair: ServerPair, num_tokens: int, num_repeats: int) -> Row:
     }
 
 
-def run_vllm(options: Options, python: str) -> None:
-    config = replace(THIRTY_MILLION, max_position_embeddings=VLLM_TOKENS[-1] + NUM_AFTER)
-    has_nixl = not subprocess.run([python, "-c", "import nixl"], capture_output=True).returncode
+def run_servers(options: Options, backend: str, python: str) -> None:
+    config = replace(THIRTY_MILLION, max_position_embeddings=SERVER_TOKENS[-1] + NUM_AFTER)
+    has_nixl = backend == "vllm" and _has_nixl(python)
     rows: list[Row] = []
     ratios: dict[str, float] = {}
     for kv_connector in ("files", "nixl") if has_nixl else ("files",):
-        pair = ServerPair(config, python, kv_connector)
+        pair = ServerPair(config, backend, python, kv_connector)
         try:
-            measure_vllm(pair, VLLM_TOKENS[0], 1)  # the first calls of a server are slow
-            lengths = VLLM_TOKENS if kv_connector == "files" else NIXL_TOKENS
+            measure_server(pair, SERVER_TOKENS[0], 1)  # the first calls of a server are slow
+            lengths = SERVER_TOKENS if kv_connector == "files" else NIXL_TOKENS
             num_repeats = 3 if options.quick or kv_connector == "nixl" else 7
             own = [
-                measure_vllm(pair, num_tokens, num_repeats)
+                measure_server(pair, num_tokens, num_repeats)
                 for num_tokens in (lengths[:2] if options.quick else lengths)
             ]
             num_recomputed = sum(engine.num_recomputed for engine in pair.engines)
         finally:
             pair.close()
         rows += [{"kv_connector": kv_connector, **row} for row in own]
-        ratios |= {f"{kv_connector}_prefill_over_kv_{row['vllm_tokens']}": float(row["ratio"]) for row in own}
+        ratios |= {
+            f"{kv_connector}_prefill_over_kv_{row[f'{backend}_tokens']}": float(row["ratio"]) for row in own
+        }
         prefilled = num_recomputed + sum(int(row["max_prefilled"]) for row in own)
         ratios[f"{kv_connector}_prefilled_with_kv"] = float(prefilled)
         ratios[f"{kv_connector}_logprob_difference"] = max(float(row["logprob_difference"]) for row in own)
     publish(options, rows, ratios)
 
 
+def _has_nixl(python: str) -> bool:
+    return not subprocess.run([python, "-c", "import nixl"], capture_output=True).returncode
+
+
 def main() -> None:
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--vllm-python", metavar="PYTHON", help="interpreter that has vLLM")
+    servers = parser.add_mutually_exclusive_group()
+    servers.add_argument("--vllm-python", metavar="PYTHON", help="interpreter that has vLLM")
+    servers.add_argument("--sglang-python", metavar="PYTHON", help="interpreter that has SGLang")
     given = parser.parse_args()
     options = options_of(given)
     if given.vllm_python:
-        run_vllm(options, given.vllm_python)
+        run_servers(options, "vllm", given.vllm_python)
+    elif given.sglang_python:
+        run_servers(options, "sglang", given.sglang_python)
     else:
         run_native(options)
 

@@ -1,13 +1,15 @@
-"""What a vLLM server on the CPU costs: CPU time by executor, loads, and several versions in one server.
+"""What a vLLM or SGLang server on the CPU costs: CPU time by executor, loads, several versions in one server.
 
 `executors`: runs of the demo with one server, whose worker is in the engine's process (as DORA-RL starts it)
 or in a process of its own (vLLM's default on a CPU). `loads`: an idle server loads versions of the weight
 store, of models of several sizes; `copy_s_per_gb` is a plain copy between two warm buffers. `versions`: a
-server with one slot, which has vLLM's scheduler, and one with three, which has DORA-RL's, decode the same
-number of requests of one to three versions; then the latter loads a fourth version while two generate.
-`slots`: runs of the demo with one server, by number of slots. `policies_vllm.py` compares policies.
+server with one slot, which has the server's own scheduler, and one with three, which has DORA-RL's, decode
+the same number of requests of one to three versions; then the latter loads a fourth version while two
+generate. `slots`: runs of the demo with one server, by number of slots. `policies_vllm.py` compares policies.
+With --sglang-python only `loads` and `versions` are measured.
 
     python benchmarks/vllm_server.py --vllm-python PYTHON [--only PART] [--quick] [--json FILE]
+    python benchmarks/vllm_server.py --sglang-python PYTHON [--only PART] [--quick] [--json FILE]
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from peers_runs import Peers, Task, run_dora
 from torch import Tensor
 
 from dora.core.types import RequestId
+from dora.engine.backends.http_engine import HttpEngine
+from dora.engine.backends.sglang import Sglang
 from dora.engine.backends.vllm import Vllm
 from dora.engine.request import Request, SamplingParams
 from dora.model.config import ModelConfig
@@ -45,6 +49,8 @@ NUM_SLOTS, NUM_REPEATS = 3, 5
 NUM_REQUESTS, NUM_TOKENS = 24, 200
 DEMO_MODEL = Path(__file__).parent.parent / "examples" / "gcd-start"
 PARTS = ("executors", "loads", "versions", "slots")
+OF_SGLANG = ("loads", "versions")
+Server = type[Vllm] | type[Sglang]
 
 
 def executor_row(name: str, backend: str | None, num_steps: int, repeat: int, peers: Peers) -> Row:
@@ -82,11 +88,11 @@ def demo_row(changes: Sequence[str], num_steps: int, bound: int) -> Row:
     }
 
 
-def load_row(size: str, num_loads: int, python: str) -> Row:
+def load_row(size: str, num_loads: int, server: Server, python: str) -> Row:
     """Medians over loads of different versions; the first load is left out."""
     model = MODELS[size]
     with tempfile.TemporaryDirectory() as folder:
-        times = load_times(model, num_loads + 1, python, Path(folder))
+        times = load_times(model, num_loads + 1, server, python, Path(folder))
     num_gb = 4 * initial_weights(model, seed=0).numel() / 1e9
     return {
         "model": size,
@@ -97,12 +103,12 @@ def load_row(size: str, num_loads: int, python: str) -> Row:
     }
 
 
-def load_times(model: ModelConfig, num_loads: int, python: str, folder: Path) -> list[float]:
+def load_times(model: ModelConfig, num_loads: int, server: Server, python: str, folder: Path) -> list[float]:
     """The seconds of each load, digest included."""
     flat, times = initial_weights(model, seed=0), []
     save_pretrained(folder, model, flat)
     store = WeightStore(make_store_folder(2 * flat.nbytes), shapes=parameter_shapes(model))
-    engine = Vllm(
+    engine = server(
         model=str(folder),
         max_rows=4,
         max_context=256,
@@ -131,7 +137,7 @@ def load_times(model: ModelConfig, num_loads: int, python: str, folder: Path) ->
     return times
 
 
-def versions_rows(size: str, num_repeats: int, python: str) -> Iterator[Row]:
+def versions_rows(size: str, num_repeats: int, server: Server, python: str) -> Iterator[Row]:
     """Tokens per second by slots and versions that generate, the servers' memory, and the last load."""
     with tempfile.TemporaryDirectory() as folder:
         path = DEMO_MODEL
@@ -139,13 +145,15 @@ def versions_rows(size: str, num_repeats: int, python: str) -> Iterator[Row]:
             path = Path(folder)
             save_pretrained(path, MODELS[size], initial_weights(MODELS[size], seed=0))
         for num_slots in (1, NUM_SLOTS):
-            for row in rows_of_slots(path, num_slots, num_repeats, python):
+            for row in rows_of_slots(path, num_slots, num_repeats, server, python):
                 yield {"model": size, **row}
 
 
-def rows_of_slots(model: Path, num_slots: int, num_repeats: int, python: str) -> Iterator[Row]:
+def rows_of_slots(
+    model: Path, num_slots: int, num_repeats: int, server: Server, python: str
+) -> Iterator[Row]:
     _, flat = load_pretrained(model)
-    engine = Vllm(
+    engine = server(
         model=str(model),
         max_rows=NUM_REQUESTS,
         max_context=NUM_TOKENS + 16,
@@ -175,7 +183,7 @@ def rows_of_slots(model: Path, num_slots: int, num_repeats: int, python: str) ->
         engine.close()
 
 
-def decode(engine: Vllm, num_versions: int) -> float:
+def decode(engine: HttpEngine, num_versions: int) -> float:
     """Tokens per second of NUM_REQUESTS requests, dealt to the versions in turn."""
     began_s = time.perf_counter()
     engine.submit([request_of(number, number % num_versions) for number in range(NUM_REQUESTS)])
@@ -190,7 +198,7 @@ def request_of(number: int, version: int) -> Request:
     return Request(name, name.group, prompt_ids, version, number, SamplingParams(1.0, NUM_TOKENS))
 
 
-def load_under_generation_s(engine: Vllm, flat: Tensor) -> float:
+def load_under_generation_s(engine: HttpEngine, flat: Tensor) -> float:
     """Seconds to load a version in place of the last one while the others generate."""
     engine.submit([request_of(number, number % (NUM_SLOTS - 1)) for number in range(NUM_REQUESTS)])
     while min(engine.progress().values()) < NUM_TOKENS // 4:
@@ -216,7 +224,7 @@ def ratios_of(rows: Sequence[Row]) -> dict[str, float]:
         if "versions" in row
     }
     for (model, num_slots, num_versions), rate in rates.items():
-        name = f"tokens_per_s_{model}_{num_slots}_slots_{num_versions}_versions_over_vllm"
+        name = f"tokens_per_s_{model}_{num_slots}_slots_{num_versions}_versions_over_one_slot"
         ratios[name] = rate / rates[model, 1, 1]
     samples = {
         num_slots: statistics.median(
@@ -242,18 +250,22 @@ def ratios_of(rows: Sequence[Row]) -> dict[str, float]:
 
 def main() -> None:
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--vllm-python", type=Path, required=True, metavar="PYTHON")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--vllm-python", type=Path, metavar="PYTHON")
+    which.add_argument("--sglang-python", type=Path, metavar="PYTHON")
     parser.add_argument("--only", choices=PARTS)
     given = parser.parse_args()
     options, peers = options_of(given), Peers(None, given.vllm_python)
-    parts, python = (given.only,) if given.only else PARTS, str(given.vllm_python)
+    server: Server = Vllm if given.vllm_python else Sglang
+    python, possible = str(given.vllm_python or given.sglang_python), PARTS if server is Vllm else OF_SGLANG
+    parts = [part for part in possible if given.only in (None, part)]
     rows: list[Row] = []
     if "loads" in parts:
         sizes, num_loads = (("10M",), QUICK_LOADS) if options.quick else (tuple(MODELS), NUM_LOADS)
-        rows += [load_row(size, num_loads, python) for size in sizes]
+        rows += [load_row(size, num_loads, server, python) for size in sizes]
     if "versions" in parts:
         for model in ("demo",) if options.quick else ("demo", "30M"):
-            rows += versions_rows(model, 1 if options.quick else NUM_REPEATS, python)
+            rows += versions_rows(model, 1 if options.quick else NUM_REPEATS, server, python)
     num_steps, repeats = (QUICK_STEPS, 1) if options.quick else (NUM_STEPS, 2)
     for repeat in range(repeats):  # in turn, so that other load on the cores meets all
         if "executors" in parts:

@@ -48,7 +48,9 @@ def tables() -> dict[str, Callable[[], str]]:
     ratios = {f"{name}_ratios": partial(ratios_of, *which) for name, which in WORKLOADS.items()}
     fleets = {f"{server}_fleet": partial(fleet, server) for server in ("vllm", "sglang")}
     others = {"policies_ladder": ladder, "headline": headline, "peers": peers, "peers_async": peers_async}
-    others |= {"policies_vllm": policies_vllm, "vllm_versions": vllm_versions, "vllm_moves": vllm_moves}
+    others |= {"policies_vllm": policies_vllm, "vllm_versions": partial(versions, "vllm")}
+    others |= {f"{server}_moves": partial(server_moves, server) for server in ("vllm", "sglang")}
+    others |= {"sglang_versions": partial(versions, "sglang")}
     others |= {"cluster_paths": paths, "cluster_held": held, "direct_ways": direct_ways}
     return {**runs, **ratios, **fleets, **others}
 
@@ -99,9 +101,9 @@ OF_POLICIES_VLLM = tuple(
 )
 
 
-def vllm_versions() -> str:
-    """Tokens per second and memory of a vLLM server, by slots and versions that generate."""
-    measured = [row for row in rows("vllm_server") if "versions" in row]
+def versions(server: str) -> str:
+    """Tokens per second and memory of a server, by slots and versions that generate."""
+    measured = [row for row in rows(f"{server}_server") if "versions" in row]
     lines = []
     for row in measured:
         (alone,) = (r for r in measured if (r["model"], r["slots"]) == (row["model"], 1))
@@ -112,13 +114,12 @@ def vllm_versions() -> str:
     return markdown.table(heads, lines)
 
 
-def vllm_moves() -> str:
-    """How long a request stops that moves between two vLLM servers, with its KV and without."""
-    found = {(row["kv_connector"], row["vllm_tokens"]): row for row in rows("migration_vllm")}
+def server_moves(server: str) -> str:
+    """How long a request stops that moves between two servers, with its KV and without."""
     lines = []
-    for (connector, num_tokens), row in found.items():
+    for row in rows(f"migration_{server}"):
         stops = f"{row['stop_ms']:.0f}", f"{row['prefill_stop_ms']:.0f}", f"{row['ratio']:.1f}"
-        lines.append([f"`{connector}`", f"{num_tokens:,}", *stops])
+        lines.append([f"`{row['kv_connector']}`", f"{row[f'{server}_tokens']:,}", *stops])
     heads = ("`kv_connector`", "tokens", "stop with KV (ms)", "stop without KV (ms)", "ratio")
     return markdown.table(heads, lines)
 
