@@ -311,6 +311,8 @@ def main() -> None:
     parser.add_argument("--kv-connector", choices=("files", "nixl"), help="of vLLM servers")
     given = parser.parse_args()
     options = options_of(given)
+    if given.kv_connector and not given.vllm_python:
+        parser.error("--kv-connector needs --vllm-python")
     python = given.vllm_python or given.sglang_python
     scale = SCALES["servers" if python else given.runtime, options.quick]
     with ExitStack() as stack:

@@ -18,8 +18,12 @@ MADE_BY = {
     "engine_grid": "engine",
     "faults_ray": "faults",
     "faults_vllm": "faults",
+    "faults_nixl": "faults",
+    "faults_sglang": "faults",
     "gpu": "gpu_results",
     "migration_vllm": "migration",
+    "migration_sglang": "migration",
+    "sglang_server": "vllm_server",
     "policies_search": "policies",
     "sglang_fleet": "vllm_fleet",
 }  # results of a script with another name

@@ -207,8 +207,9 @@ def fleet(server: str) -> str:
     runs = [row for row in rows(f"{server}_fleet") if "run" in row]
     lines = []
     for row in runs:
-        moves = sum(value for key, value in row.items() if key.startswith("moved_"))
-        generated = row["answers_dora"], row[f"answers_{server}"], row["engines_lost"], moves
+        with_kv = row["moved_with_kv"]
+        moves = sum(value for key, value in row.items() if key.startswith("moved_")) - with_kv
+        generated = row["answers_dora"], row[f"answers_{server}"], row["engines_lost"], moves, with_kv
         checked = row["violations"], row["deep_samples"], row["deep_findings"]
         counts = (
             *generated,
@@ -224,6 +225,7 @@ def fleet(server: str) -> str:
 OF_FLEETS = (
     "engines lost",
     "migrations",
+    "with KV",
     "tokens prefilled again",
     "tokens regenerated",
     "max staleness",

@@ -18,11 +18,17 @@ FLEETS = {
     "three": "only the three fast ones",
 }
 
+SERVERS = {  # campaigns
+    "faults_vllm": "vLLM, KV in files",
+    "faults_nixl": "vLLM, KV over NIXL",
+    "faults_sglang": "SGLang",
+}
+
 
 def tables() -> dict[str, Callable[[], str]]:
     """Table name -> function that writes it."""
-    totals = (faults_totals, faults_ray_totals, faults_vllm_totals)
-    made = (*totals, faults_kinds, faults_ray, faults_vllm, faults_slow)
+    totals = (faults_totals, faults_ray_totals, faults_servers_totals)
+    made = (*totals, faults_kinds, faults_ray, faults_servers, faults_slow)
     return {function.__name__: function for function in made}
 
 
@@ -36,13 +42,13 @@ def faults_ray_totals() -> str:
     return _totals("faults_ray")
 
 
-def faults_vllm_totals() -> str:
-    """The same with vLLM servers."""
-    return _totals("faults_vllm")
+def faults_servers_totals() -> str:
+    """The same with inference servers, a column for each kind."""
+    return _totals(*SERVERS)
 
 
-def _totals(name: str) -> str:
-    found = _read(name)["ratios"]
+def _totals(*names: str) -> str:
+    found = [_read(name)["ratios"] for name in names]
     named = {"injected": "faults injected", "seconds_per_fault": "seconds of run time for each"}
     named |= {name: f"`{name}`" for name in ("lost", "doubled", "mixed", "too_stale")}
     named |= {
@@ -51,7 +57,9 @@ def _totals(name: str) -> str:
         "regenerated_tokens": "regenerated tokens",
         "redone_steps": "redone steps",
     }
-    return markdown.table(("", ""), [(text, figure(found[key])) for key, text in named.items()])
+    heads = [SERVERS.get(name, "") for name in names]
+    lines = [(text, *(figure(each[key]) for each in found)) for key, text in named.items()]
+    return markdown.table(("", *heads), lines)
 
 
 def faults_kinds() -> str:
@@ -64,9 +72,18 @@ def faults_ray() -> str:
     return _times(_read("faults_ray")["rows"])
 
 
-def faults_vllm() -> str:
-    """Detection and recovery with vLLM servers."""
-    return _times(_read("faults_vllm")["rows"])
+def faults_servers() -> str:
+    """Medians of detection and recovery with inference servers, columns for each kind."""
+    found = [{row["kind"]: row for row in _read(name)["rows"]} for name in SERVERS]
+    heads = [f"{title}: {what}" for title in SERVERS.values() for what in ("detection (s)", "recovery (s)")]
+    lines = []
+    for kind in found[0]:
+        cells = []
+        for each in found:
+            row = each.get(kind, {})
+            cells += [figure(row.get(key, "")) for key in ("detection_s_p50", "recovery_s_p50")]
+        lines.append([kind, *cells])
+    return markdown.table(("kind", *heads), lines)
 
 
 def _times(rows: list[dict[str, Any]]) -> str:

@@ -22,6 +22,7 @@ CALLS = {
     "/server_info": "GET /server_info",
     "/pause_generation": "pause",
     "/continue_generation": "continue",
+    "/flush_cache?timeout=30": "continue",
 }
 
 
@@ -39,6 +40,7 @@ class FakeSglangServer(ThreadingHTTPServer):
 
     no_digest: do not report the digest of loaded weights.
     rejected_loads: reject this many loads.
+    holds_loads: a `threading.Event` that a load waits for.
     plugins: report this of DORA-RL's plugins.
     """
 
@@ -113,6 +115,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _load(self, body: dict[str, Any]) -> None:
         server = self.server
+        if "holds_loads" in server.faults:
+            server.faults["holds_loads"].wait()
         if server.faults.get("rejected_loads"):
             server.faults["rejected_loads"] -= 1
             return self._send_recorded("bad load")

@@ -5,6 +5,7 @@ test_vllm.py tests what both backends have in common. `real_servers.py` runs the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ def make(tmp_path: Path) -> Make:
         max_context: int = MAX_CONTEXT,
         version_slots: int = 1,
         pool: Path | None = None,
+        silence_s: float = 60.0,
         **faults: Any,
     ) -> tuple[Sglang, FakeSglangServer]:
         save_pretrained(tmp_path, CONFIG, version_weights(0))
@@ -69,6 +71,7 @@ def make(tmp_path: Path) -> Make:
             dtype="float32",
             url=SERVERS[-1].url,
             pool=pool,
+            silence_s=silence_s,
         )
         return engine, SERVERS[-1]
 
@@ -184,6 +187,26 @@ def test_a_load_says_which_versions_stay(make: Make) -> None:
     one_slot, server = make()
     one_slot.load(0, version_weights(0))
     assert server.calls[-1][1]["flush_cache"]
+
+
+def test_a_server_is_not_lost_while_it_loads_and_generates_nothing(make: Make) -> None:
+    """However long that takes; it is, once it has loaded and stays silent."""
+    may_load = threading.Event()
+    may_load.set()
+    plugins = {"protocol": PROTOCOL, "version_slots": 2, "kv_layout": []}
+    engine, server = make("aborted", version_slots=2, plugins=plugins, silence_s=0.2, holds_loads=may_load)
+    engine.load(0, version_weights(0))
+    engine.submit([make_request(0, max_tokens=50)])
+    engine.step()
+    may_load.clear()
+    loading = engine._start_load(1, lambda label: engine._send_weights(label, version_weights(1)))
+    for _ in range(30):  # a step waits for 0.02 s
+        assert engine.step() == []
+    may_load.set()
+    engine.activate(1, loading.result())
+    with pytest.raises(RunError, match="has sent nothing"):
+        for _ in range(MAX_STEPS):
+            engine.step()
 
 
 def test_a_request_names_the_folders_of_its_kv(make: Make, tmp_path: Path) -> None:

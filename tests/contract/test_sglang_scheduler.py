@@ -28,6 +28,10 @@ class FinishLength:
     """The reason of a response that has all of its tokens."""
 
 
+class FinishAbort:
+    """The reason of a response that was aborted."""
+
+
 @dataclass(eq=False)
 class Req:
     """A request as SGLang's scheduler has it."""
@@ -40,6 +44,8 @@ class Req:
     output_ids: list[int] = field(default_factory=list)
     finished_reason: Any = None
     num_retracted: int = 0
+    to_finish: Any = None
+    return_logprob: bool = True
 
     def __post_init__(self) -> None:
         self.sampling_params = SimpleNamespace(
@@ -56,8 +62,20 @@ class Batch:
     batch_is_full: bool = False
     checks: list[bool] = field(default_factory=list)  # whether there is room for the next tokens
 
+    def filter_batch(self, reqs_to_exclude: list[Req]) -> None:
+        self.reqs = [req for req in self.reqs if req not in reqs_to_exclude]
+
     def check_decode_mem(self) -> bool:
         return self.checks.pop(0) if self.checks else True
+
+
+class MHATokenToKVPool:
+    """As in SGLang, by its name."""
+
+    kv_cache_layout = "nhd"
+
+    def __init__(self, layer: Tensor) -> None:
+        self.k_buffer, self.v_buffer = [layer], [layer.clone()]
 
 
 class Allocator:
@@ -67,8 +85,8 @@ class Allocator:
         self.slots = [*range(POOL_SIZE)]
         self.layer = torch.zeros(POOL_SIZE, 1, 2)
 
-    def get_kvcache(self) -> SimpleNamespace:
-        return SimpleNamespace(k_buffer=[self.layer], v_buffer=[self.layer.clone()])
+    def get_kvcache(self) -> MHATokenToKVPool:
+        return MHATokenToKVPool(self.layer)
 
     def available_size(self) -> int:
         return len(self.slots)
@@ -95,6 +113,9 @@ class PrefixCache:
         return False
 
     supports_mamba = supports_swa
+
+    def supports_prefix_sharing(self) -> bool:
+        return True
 
     def match_prefix(self, params: Any) -> SimpleNamespace:
         tokens, slots = self._stored.get(params.key.extra_key, ([], []))
@@ -127,15 +148,26 @@ class PrefixCache:
 class Scheduler:
     """Runs all waiting requests at once. A token is the number of its place; its KV is the token."""
 
-    def __init__(self, slots: list[Any], tp_size: int = 1) -> None:
+    def __init__(
+        self,
+        slots: list[Any],
+        tp_size: int = 1,
+        page_size: int = 1,
+        enable_overlap: bool = False,
+        graph: object | None = None,
+    ) -> None:
+        self.enable_overlap, self.page_size = enable_overlap, page_size
         self.waiting_queue: list[Req] = []
         self.running_batch, self.last_batch = Batch([]), None
-        self.chunked_req, self.tp_size, self.page_size = None, tp_size, 1
-        self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(dora_slots=slots, model=None))
+        self.chunked_req, self.tp_size = None, tp_size
+        runner = SimpleNamespace(dora_slots=slots, model=None, decode_cuda_graph_runner=graph)
+        self.tp_worker = SimpleNamespace(model_runner=runner)
         self.token_to_kv_pool_allocator = Allocator()
         self.tree_cache = PrefixCache(self.token_to_kv_pool_allocator)
         self.req_to_token_pool, self.is_blocked = None, False
         self.aborted: list[str] = []
+        self.streamed: list[Req] = []
+        self.output_streamer = SimpleNamespace(stream_output=lambda reqs, _: self.streamed.extend(reqs))
         self.computed: list[tuple[Any, list[str]]] = []  # model and requests of each step
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool) -> None:
@@ -143,6 +175,9 @@ class Scheduler:
 
     def _release_aborted_request(self, req: Req) -> None:
         pass
+
+    def send_abort_output(self, abort_req: Any, req: Req) -> None:
+        self.aborted.append(req.rid)
 
     def get_internal_state(self, request: Any) -> SimpleNamespace:
         return SimpleNamespace(internal_state={})
@@ -160,8 +195,9 @@ class Scheduler:
         running_batch.reqs = [req for req in running_batch.reqs if not req.finished()]
         if self.is_blocked:
             return SimpleNamespace(batch_to_run=None, running_batch=running_batch)
-        running_batch.reqs += self.waiting_queue
-        self.waiting_queue = []
+        if not running_batch.batch_is_full:
+            running_batch.reqs += self.waiting_queue
+            self.waiting_queue = []
         batch = self.update_running_batch(running_batch) if running_batch.reqs else None
         return SimpleNamespace(batch_to_run=batch, running_batch=running_batch)
 
@@ -227,10 +263,12 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     stand_ins: dict[str, dict[str, Any]] = {
         "sglang": {"__version__": "0.5.23"},
         "sglang.srt.managers.schedule_batch": {
+            "FINISH_ABORT": FinishAbort,
             "FINISH_LENGTH": FinishLength,
             "ScheduleBatch": Batch,
             "retract_all": retract_all,
         },
+        "sglang.srt.managers.io_struct": {"UpdateWeightFromDiskReqOutput": params},
         "sglang.srt.managers.scheduler": {"Scheduler": Scheduler},
         "sglang.srt.mem_cache.base_prefix_cache": prefix_cache,
         "sglang.srt.mem_cache.radix_cache": {"RadixKey": RadixKey},
@@ -305,17 +343,49 @@ def test_a_version_without_anything_to_run_ends_its_turn(make: Make, module: Any
 
 
 def test_requests_of_other_versions_make_room_before_one_is_aborted(make: Make) -> None:
+    """One by one, first the shortest. It waits, and continues in the next turn of its version."""
     scheduler = make("a", "b")
-    first, second = Req("a1", "a"), Req("b1", "b")
-    add(scheduler, first, second)
+    long, short, own = Req("a1", "a"), Req("a2", "a"), Req("b1", "b")
+    add(scheduler, long, own)
     assert [scheduler.step() for _ in range(3)] == [["a1"], ["b1"], ["a1"]]
+    add(scheduler, short)
+    scheduler._aside["b"].running.checks += [False, True, True]
+    assert [scheduler.step() for _ in range(2)] == [["b1"], ["a1", "a2"]]
+    assert (long.num_retracted, short.num_retracted, scheduler.aborted) == (1, 0, [])
     scheduler._aside["b"].running.checks += [False, True, True]
     assert scheduler.step() == ["b1"]
-    assert (first.num_retracted, second.num_retracted, scheduler.aborted) == (1, 0, [])
-    assert scheduler.step() == ["a1"], "from the waiting queue"
-    scheduler._aside["b"].running.checks += [False, False, False]
+    assert (long.num_retracted, short.num_retracted, scheduler.aborted) == (1, 1, [])
+    assert sorted(scheduler.step()) == ["a1", "a2"]
+    scheduler._aside["b"].running.checks += 4 * [False]
     assert scheduler.step() == []
     assert scheduler.aborted == ["b1"]
+
+
+def test_an_aborted_request_that_was_retracted_sends_its_last_tokens_once(make: Make) -> None:
+    """By the stream of its tokens, which knows what was sent."""
+    scheduler = make("a", "b")
+    fresh, retracted = Req("a1", "a"), Req("a2", "a", output_ids=[4, 5])
+    for req in (fresh, retracted):
+        scheduler.send_abort_output(None, req)
+    assert (scheduler.aborted, scheduler.streamed) == (["a1"], [retracted])
+    assert isinstance(retracted.finished_reason, FinishAbort)
+
+
+def test_requests_join_a_batch_that_was_full_when_others_had_the_rows(make: Make) -> None:
+    scheduler = make("a", "b")
+    add(scheduler, Req("a1", "a", max_new_tokens=2), Req("b1", "b"))
+    assert [scheduler.step() for _ in range(3)] == [["a1"], ["b1"], ["a1"]]
+    scheduler._aside["b"].running.batch_is_full = True
+    add(scheduler, Req("b2", "b"))
+    assert scheduler.step() == ["b1", "b2"]
+
+
+@pytest.mark.parametrize("options", [{"enable_overlap": True}, {"graph": "a graph"}])
+def test_several_versions_need_steps_that_use_the_chosen_model(make: Make, options: dict[str, Any]) -> None:
+    """Else a step could compute with other weights than its version says."""
+    with pytest.raises(RuntimeError, match="--disable-cuda-graph"):
+        make("a", "b", **options)
+    make("a", **options)
 
 
 def test_a_prompt_that_is_computed_in_parts_keeps_the_turn(make: Make) -> None:
@@ -368,8 +438,17 @@ def test_a_load_replaces_a_version_that_is_not_kept(make: Make, module: Any) -> 
     assert scheduler.weight_digests == {"b": "digest of b", "c": "f00"}
     assert not hasattr(scheduler, "only_version")
     request.manifest = {module.LOADED_KEY: ["b", "c"]}
-    with pytest.raises(RuntimeError, match="no slot is free"):
-        load(manager, request)
+    assert load(manager, request).message == "requests use the weights in all slots"
+
+
+def test_a_load_never_replaces_a_version_of_unfinished_requests(make: Make) -> None:
+    """The engine may have aborted them just now."""
+    scheduler = make("a", "b")
+    add(scheduler, Req("a1", "a"), Req("b1", "b", max_new_tokens=1))
+    assert scheduler.free_slot(()) is None
+    assert [scheduler.step() for _ in range(2)] == [["a1"], ["b1"]]
+    assert scheduler.free_slot(()).model == "model b"
+    assert make("a").free_slot(()).model == "model a"
 
 
 def test_a_server_loads_a_model_for_each_slot(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,7 +508,26 @@ def test_a_request_that_ends_by_itself_is_not_exported(make: Make, tmp_path: Pat
     scheduler._release_aborted_request(aborted)
     kv_files.order_export(tmp_path / "s")
     scheduler.step()
-    assert scheduler._exportable == {}
+    assert scheduler._orders._exportable == {}
+
+
+def test_orders_of_an_engine_that_has_ended_are_ignored(make: Make, tmp_path: Path) -> None:
+    """Its folder in memory goes with it."""
+    scheduler = make("a")
+    add(scheduler, Req("r", "a", custom_params={"dora_export": str(tmp_path / "gone" / "r")}))
+    assert scheduler.step() == ["r"]
+
+
+@pytest.mark.parametrize(("page_size", "num_kept"), [(1, 5), (2, 4), (4, 4), (8, 0)])
+def test_whole_pages_move(make: Make, tmp_path: Path, page_size: int, num_kept: int) -> None:
+    """The stand-in's cache has all tokens, as that of a page of one token has."""
+    export(make("a"), tmp_path / "r")
+    destination = make("a", page_size=page_size)
+    destination._layout = make("a")._layout
+    tokens = [1, 2, 3, 4, 5, 6]
+    add(destination, Req("r2", "a", tokens, {"dora_import": str(tmp_path / "r")}))
+    assert kv_of(destination, tokens) == [1.0, 2.0, 3.0, 4.0, 5.0][:num_kept]
+    assert [*(tmp_path / "r").iterdir()] == []
 
 
 def test_kv_that_cannot_be_written_ends_the_order(make: Make, tmp_path: Path) -> None:
@@ -443,6 +541,12 @@ def test_kv_that_cannot_be_written_ends_the_order(make: Make, tmp_path: Path) ->
     assert [*tmp_path.iterdir()] == []
 
 
+def shorten(path: Path) -> None:
+    """A header of fewer blocks."""
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b", 5, 5, ", b", 5, 4, ", 1))
+
+
 def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -453,6 +557,7 @@ def damage(path: Path) -> None:
     ("version", "change", "pool_size"),
     [
         pytest.param("a", damage, POOL_SIZE, id="damaged"),
+        pytest.param("a", shorten, POOL_SIZE, id="damaged header"),
         pytest.param("a", Path.unlink, POOL_SIZE, id="missing"),
         pytest.param("b", lambda path: None, POOL_SIZE, id="other weights"),
         pytest.param("a", lambda path: None, 2, id="no memory"),

@@ -148,6 +148,7 @@ class HttpEngine(ABC):
     server_kind: ClassVar[ServerKind]
     capabilities: ClassVar[Capabilities]
     kernels: str
+    stops_to_load = False  # the server generates nothing while it loads a version
     num_slots = 1  # versions that the server can hold
 
     def __init__(
@@ -174,6 +175,7 @@ class HttpEngine(ABC):
         self._digests: dict[int, str] = {}  # of the versions that the server holds
         self._labels: dict[int, str] = {}  # and their names there, also of one that is being loaded
         self._load_thread, self._watch_thread = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._loading: Future[str] | None = None  # the last load
         self._waiting: dict[RequestId, ServerRequest] = {}  # for a row, in order
         self._running: dict[RequestId, ServerRequest] = {}
         self._open_streams: set[ServerRequest] = set()  # for which the server may still generate
@@ -310,21 +312,24 @@ class HttpEngine(ABC):
         self._wait_for_dropped_versions()
         self._labels[version] = f"dora-{version}-{secrets.token_hex(8)}"
         sending = self._load_thread.submit(send, self._labels[version])
-        loading = self._watch_thread.submit(self._watch_load, sending)
+        self._loading = self._watch_thread.submit(self._watch_load, sending)
         if self.num_slots == 1:
-            loading.result()
-        return loading
+            self._loading.result()
+        return self._loading
 
     def _watch_load(self, sending: Future[str]) -> str:
         """In a thread: wait for the end of a load. Raises RunError if the server stops responding meanwhile.
 
         A load may take minutes, and other calls need not succeed before its end.
         """
-        while True:
-            try:
-                return sending.result(LOAD_CHECK_S)
-            except TimeoutError:
-                self.server.check_responds(self._silence_s)
+        try:
+            while True:
+                try:
+                    return sending.result(LOAD_CHECK_S)
+                except TimeoutError:
+                    self.server.check_responds(self._silence_s)
+        finally:
+            self._last_event_s = time.monotonic()
 
     def _weights_label(self, version: int) -> str:
         """The server's name for the weights in the spans of this version's responses."""
@@ -439,7 +444,8 @@ class HttpEngine(ABC):
         num_streams = sum(running.is_generating for running in self._running.values())
         self._handle_events(num_streams, MIGRATING_WAIT_S if self.num_migrations else STEP_WAIT_S)
         self.busy_row_s += num_streams * (time.monotonic() - began_s)
-        if num_streams and began_s - self._last_event_s > self._silence_s:
+        is_stopped = self.stops_to_load and self._loading is not None and not self._loading.done()
+        if num_streams and not is_stopped and began_s - self._last_event_s > self._silence_s:
             raise RunError(
                 f"{self.server} has {num_streams} requests and has sent nothing for silence_s = "
                 f"{self._silence_s:g} s"

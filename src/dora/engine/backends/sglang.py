@@ -15,11 +15,12 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from dora.engine.backends.http_engine import HttpEngine, ServerRequest, StreamDelta
+from dora.engine.backends.http_engine import ABORT_TIMEOUT_S, HttpEngine, ServerRequest, StreamDelta
 from dora.engine.backends.kv_exchange import KVExchange
 from dora.engine.backends.server import (
     JsonBody,
@@ -55,7 +56,6 @@ CPU_FLAGS = (
     *("--attention-backend", "torch_native", "--disable-overlap-schedule"),
     "--sleep-on-idle",  # else it spins without requests, too
 )
-SLOTS_FLAGS = ("--disable-overlap-schedule", "--disable-cuda-graph")  # a graph is of one model
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1"}
 
 
@@ -63,6 +63,7 @@ class Sglang(HttpEngine):
     """An SGLang server, with DORA-RL's scheduler."""
 
     server_kind = SGLANG
+    stops_to_load = True
     capabilities = Capabilities(
         max_versions=None,
         episodes=True,
@@ -109,8 +110,7 @@ class Sglang(HttpEngine):
                 "--random-seed",
                 f"{secrets.randbits(31)}",
             )
-            slots = SLOTS_FLAGS if version_slots > 1 else ()
-            flags = (*own, *sizes, *tokens, *FLAGS, *slots, *arguments)
+            flags = (*own, *sizes, *tokens, *FLAGS, *arguments)
             environment = {key: value for key, value in ENVIRONMENT.items() if key not in os.environ}
             environment[SLOTS_VARIABLE] = f"{version_slots}"
             server = start_server(SGLANG, python, flags, environment)
@@ -119,6 +119,7 @@ class Sglang(HttpEngine):
             server = attach_server(SGLANG, url, max_context + SPARE_TOKENS)
             server.call("/abort_request", {"abort_all": True})  # requests of other clients
             server.call("/continue_generation", {})
+            server.call_raw(f"/flush_cache?timeout={ABORT_TIMEOUT_S:.0f}", {})  # once they have ended
         super().__init__(
             server,
             model=model,
@@ -135,13 +136,16 @@ class Sglang(HttpEngine):
             self._kv = KVExchange(pool, tuple(state["kv_layout"]), num_workers=1)
         self.kernels = f"SGLang {info['version']} on {info['device']}"
 
+    def _start_load(self, version: int, send: Callable[[str], str]) -> Future[str]:
+        self._loaded = [self._labels[loaded] for loaded in self._digests]
+        return super()._start_load(version, send)
+
     def _send_file(self, label: str, path: Path) -> str:
         """SGLang loads all files of a folder, so this one gets a folder with a link to it."""
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / WEIGHTS_FILE).symlink_to(path.absolute())
             call: dict[str, Any] = {"model_path": folder, "weight_version": label}
-            loaded = [self._labels[version] for version in self._digests]
-            call |= {"manifest": {LOADED_KEY: loaded}, "flush_cache": not self._is_multi_version}
+            call |= {"manifest": {LOADED_KEY: self._loaded}, "flush_cache": not self._is_multi_version}
             message = self.server.call("/update_weights_from_disk", call, LOAD_TIMEOUT_S)["message"]
         if (digest := re.search(rf"{DIGEST_PREFIX}([0-9a-f]{{32}})", message)) is None:
             raise EngineError(

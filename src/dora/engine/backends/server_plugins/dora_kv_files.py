@@ -76,6 +76,33 @@ def order_export(folder: Path) -> None:
     part_folder(folder).mkdir(mode=0o700)
 
 
+class ExportOrders:
+    """The exports that engines order of a server's unfinished requests, each by `order_export`."""
+
+    def __init__(self) -> None:
+        self._pool: Path | None = None  # the parent of all folders
+        self._exportable: dict[str, Any] = {}  # requests, by the names of their part folders
+
+    def add(self, folder: Path, request: Any) -> None:
+        """A new request, whose KV may be ordered into `folder`."""
+        part = part_folder(folder)
+        self._pool, self._exportable[part.name] = part.parent, request
+
+    def remove(self, folder: Path) -> None:
+        """The request has ended."""
+        self._exportable.pop(part_folder(folder).name, None)
+
+    def ordered(self) -> list[Any]:
+        """The requests whose export is ordered."""
+        if self._pool is None or not self._exportable:
+            return []
+        try:
+            names = {*os.listdir(self._pool)}
+        except FileNotFoundError:  # its engine has ended
+            return []
+        return [self._exportable[name] for name in self._exportable.keys() & names]
+
+
 def remove(folder: Path) -> None:
     """Remove a folder, whether it is whole or not."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -152,9 +179,11 @@ def read_blocks(
 
     Raises KVFileError if the file is of other weights or another layout than `origin`, or is damaged.
     """
-    header = _read_header(path)
+    header, block_bytes = _read_header(path), len(layers) * layers[0][0].numel() * layers[0].element_size()
     if header.origin != origin:
         raise KVFileError(f"{path} has KV of {header.origin}; this server has {origin}")
+    if header.num_bytes != header.num_blocks * block_bytes:
+        raise KVFileError(f"{path} has {header.num_bytes} bytes in {header.num_blocks} blocks")
     if first + len(blocks) > header.num_blocks:
         raise KVFileError(f"{path} has {header.num_blocks} blocks; {first + len(blocks)} are needed")
     # Copied: a mapping cannot be closed while a tensor uses it. In memory, a copy costs little.

@@ -20,6 +20,7 @@ from typing import Any
 
 TOKEN_VARIABLE = "DORA_SGLANG_TOKEN"
 SLOTS_VARIABLE = "DORA_SGLANG_VERSION_SLOTS"
+SLOTS_FLAGS = ("--disable-overlap-schedule", "--disable-cuda-graph")  # a graph is of one model
 LOADED_KEY = "dora_loaded"  # in the manifest of a load: labels of the versions that stay
 PROTOCOL = 1  # of the calls, and of the events of responses
 DIGEST_PREFIX = "DORA's digest: "  # before 32 hex digits in the message of an update
@@ -54,6 +55,7 @@ def serve() -> None:
     """Run the server. Returns when it ends."""
     sys.argv = with_auth_token(sys.argv)
     if os.environ.get(SLOTS_VARIABLE, "1") != "1":
+        sys.argv += SLOTS_FLAGS
         load_during_generation()
     runpy.run_module("sglang.launch_server", run_name="__main__")
 

@@ -17,7 +17,7 @@ import logging
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,11 @@ import sglang  # type: ignore[import-not-found]
 import torch
 from dora_sglang import DIGEST_PREFIX, LOADED_KEY, PROTOCOL, SLOTS_VARIABLE  # type: ignore[import-not-found]
 from dora_version_turns import VersionTurns  # type: ignore[import-not-found]
+from sglang.srt.managers.io_struct import (  # type: ignore[import-not-found]
+    UpdateWeightFromDiskReqOutput,
+)
 from sglang.srt.managers.schedule_batch import (  # type: ignore[import-not-found]
+    FINISH_ABORT,
     FINISH_LENGTH,
     ScheduleBatch,
     retract_all,
@@ -48,7 +52,7 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 @dataclass(eq=False)
 class Slot:
-    """A model."""
+    """The place of one version's weights."""
 
     model: Any
     version: str = ""  # label of the loaded version; "": none, or it is being loaded
@@ -95,12 +99,16 @@ def load_slots(load_model: Callable[[Any], None]) -> Callable[[Any], None]:
 def load_into_slot(update: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """SGLang's `update_weights_from_disk` of a scheduler's weight updater, for a free slot.
 
-    Of the loaded versions, only those in the request's manifest stay.
+    Of the loaded versions, only those in the request's manifest stay. A load fails if there is no free slot.
     """
 
     def update_slot(manager: Any, request: Any) -> Any:
         scheduler, label = manager.scheduler, request.weight_version
         slot = scheduler.free_slot((request.manifest or {}).get(LOADED_KEY, ()))
+        if slot is None:
+            return UpdateWeightFromDiskReqOutput(
+                success=False, message="requests use the weights in all slots"
+            )
         scheduler.runner.model = slot.model
         output = update(manager, request)
         if output.success:
@@ -122,11 +130,12 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         self._version = ""  # of the last step
         self._aside: dict[str, Batches] = {}  # of the other versions
         self.weight_digests: dict[str, str] = {}  # by label
-        self._orders: Path | None = None  # the parent of all folders of exports
-        self._exportable: dict[str, Any] = {}  # unfinished requests, by the names of their part folders
+        self._orders = kv_files.ExportOrders()
         super().__init__(*args, **kwargs)
         self.runner = self.tp_worker.model_runner
         self._slots: list[Slot] = self.runner.dora_slots
+        if len(self._slots) > 1:
+            self._check_steps_use_the_model()
         self._layers = kv_layers(self.token_to_kv_pool_allocator.get_kvcache())
         self._layout = self._kv_layout() if self.tp_size == 1 else ()
 
@@ -141,16 +150,28 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
 
     # Versions.
 
-    def free_slot(self, loaded: Any) -> Slot:
-        """A slot without one of the `loaded` versions. Raises RuntimeError if there is none."""
+    def _check_steps_use_the_model(self) -> None:
+        """A CUDA graph would compute with the weights of one slot, and a load change those of a step."""
+        names = ("decode_cuda_graph_runner", "prefill_cuda_graph_runner")
+        eager = (None, getattr(self.runner, "eager_runner", None))
+        if self.enable_overlap or any(getattr(self.runner, name, None) not in eager for name in names):
+            raise RuntimeError(
+                f"several version slots ({SLOTS_VARIABLE}) need --disable-overlap-schedule and "
+                "--disable-cuda-graph: remove other flags about them"
+            )
+
+    def free_slot(self, loaded: Container[str]) -> Slot | None:
+        """A slot without one of the `loaded` versions, which no request uses; None if there is none."""
+        unfinished = [
+            request for batch in self._collect_inflight_batches() if batch for request in batch.reqs
+        ]
+        used = {_label_of(request) for request in unfinished if not request.finished()}
+        used |= {_label_of(request) for request in self.waiting_queue}
         for slot in self._slots:
-            if slot.version not in loaded:
+            if slot.version not in loaded and (len(self._slots) == 1 or slot.version not in used):
                 self.weight_digests.pop(slot.version, None)
                 slot.version = ""
-        free = next((slot for slot in self._slots if not slot.version), None)
-        if free is None:
-            raise RuntimeError(f"no slot is free: {[slot.version for slot in self._slots]} are loaded")
-        return free
+        return next((slot for slot in self._slots if not slot.version), None)
 
     def get_next_batch_to_run(self, running_batch: Any, last_batch: Any | None) -> Any:
         self._halt_ordered()
@@ -170,6 +191,7 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         self.waiting_queue = [
             request for request in self.waiting_queue if _label_of(request) == self._version
         ]
+        own.running.batch_is_full = False  # another version may have freed rows or KV
         plan = super().get_next_batch_to_run(running_batch=own.running, last_batch=own.last)
         self.waiting_queue += others
         if not plan.batch_to_run:
@@ -180,8 +202,8 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         """Raises RuntimeError, which ends the server, if the batch is not of one loaded version."""
         if len(self._slots) > 1:
             labels = {_label_of(request) for request in batch.reqs}
-            is_check = labels == {""}  # SGLang's own requests name no version
-            slot = next((slot for slot in self._slots if is_check or {slot.version} == labels), None)
+            names_no_version = labels == {""}  # as SGLang's own requests
+            slot = next((slot for slot in self._slots if names_no_version or {slot.version} == labels), None)
             if slot is None:
                 loaded = [slot.version for slot in self._slots]
                 raise RuntimeError(f"a batch is of versions {sorted(labels)}; loaded: {loaded}")
@@ -200,21 +222,32 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         return super().update_running_batch(batch)
 
     def _retract_aside(self) -> bool:
-        """Let the requests of another version wait, without their KV. False if there are none."""
-        for label, batches in [*self._aside.items()]:
-            del self._aside[label]
-            if requests := [*batches.unfinished()]:
-                retract_all(
-                    reqs=requests,
-                    req_to_token_pool=self.req_to_token_pool,
-                    token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
-                    tree_cache=self.tree_cache,
-                    hisparse_coordinator=None,
-                )
-                for request in requests:
-                    self._add_request_to_queue(request, is_retracted=True)
-                return True
-        return False
+        """Let a request of another version wait, without its KV: the shortest. False if there is none."""
+        unfinished = (request for batches in self._aside.values() for request in batches.unfinished())
+        shortest = min(unfinished, key=lambda request: len(request.output_ids), default=None)
+        if shortest is None:
+            return False
+        retract_all(
+            reqs=[shortest],
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
+            tree_cache=self.tree_cache,
+            hisparse_coordinator=None,
+        )
+        for batch in self._aside[_label_of(shortest)]:
+            if batch is not None and shortest in batch.reqs:
+                batch.filter_batch(reqs_to_exclude=[shortest])
+        self._add_request_to_queue(shortest, is_retracted=True)
+        return True
+
+    def send_abort_output(self, abort_req: Any, req: Any) -> None:
+        """Of a retracted request SGLang would send the last token again, and no weights."""
+        self._forget(req)
+        if not req.output_ids:
+            super().send_abort_output(abort_req, req)
+            return
+        req.finished_reason = req.finished_reason or req.to_finish or FINISH_ABORT()
+        self.output_streamer.stream_output([req], req.return_logprob)
 
     def record_weight_version_change(self, new_version: str | None) -> None:
         """With several slots a load changes no request's weights."""
@@ -226,16 +259,15 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         return [*super()._collect_inflight_batches(), *aside]
 
     def is_fully_idle(self, *args: Any, **kwargs: Any) -> bool:
-        is_aside_idle = not any(True for batches in self._aside.values() for _ in batches.unfinished())
-        return is_aside_idle and bool(super().is_fully_idle(*args, **kwargs))
+        aside = [request for batches in self._aside.values() for request in batches.unfinished()]
+        return not aside and bool(super().is_fully_idle(*args, **kwargs))
 
     # Requests that move.
 
     def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
         if not is_retracted and self._layout:
             if (folder := _param(req, "dora_export")) is not None:
-                part = kv_files.part_folder(folder)
-                self._orders, self._exportable[part.name] = part.parent, req
+                self._orders.add(folder, req)
             if (folder := _param(req, "dora_import")) is not None:
                 self._import(req, folder)
         super()._add_request_to_queue(req, is_retracted)
@@ -245,23 +277,18 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         super()._release_aborted_request(req)
 
     def _forget(self, req: Any) -> Path | None:
-        """The folder of a request whose export may have been ordered, at its end."""
+        """The request has ended. Returns the folder into which its KV may have been ordered."""
         if (folder := _param(req, "dora_export")) is not None:
-            self._exportable.pop(kv_files.part_folder(folder).name, None)
+            self._orders.remove(folder)
         return folder
 
     def _halt_ordered(self) -> None:
         """Let the requests whose export is ordered end with their next token, so that clients get all
         tokens.
         """
-        if self._orders is None or not self._exportable:
-            return
-        for name in self._exportable.keys() & {*os.listdir(self._orders)}:
-            sampling, num_tokens = (
-                self._exportable[name].sampling_params,
-                len(self._exportable[name].output_ids),
-            )
-            sampling.max_new_tokens = min(sampling.max_new_tokens, num_tokens + 1)
+        for request in self._orders.ordered():
+            sampling = request.sampling_params
+            sampling.max_new_tokens = min(sampling.max_new_tokens, len(request.output_ids) + 1)
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
         super().process_batch_result(batch, result)
@@ -281,10 +308,10 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         match = self._match(_key(tokens, req.extra_key))
         slots = self.tree_cache.path_device_indices(match.last_device_node).tolist()
         try:
-            if slots:
+            if len(tokens) - len(slots) < self.page_size:  # the cache has whole pages only
                 origin = self._origin_of(req.extra_key)
                 path = kv_files.worker_file(part, 0)
-                kv_files.write_blocks(path, origin, self._layers, slots, len(slots))
+                kv_files.write_blocks(path, origin, self._layers, slots, len(tokens))
             part.rename(folder)
         except OSError as error:
             logger.warning("the KV of %s is lost: %s", req.rid, error)
@@ -292,40 +319,48 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
 
     def _import(self, req: Any, folder: Path) -> None:
         """Put the KV of all tokens but the last into the prefix cache. Without it they are prefilled."""
-        path, origin = kv_files.worker_file(folder, 0), self._origin_of(req.extra_key)
+        path = kv_files.worker_file(folder, 0)
         try:
             (header,) = kv_files.read_headers(folder, 1)
-            num_tokens = min(len(req.origin_input_ids) - 1, header.num_tokens)
+            num_tokens = min(len(req.origin_input_ids) - 1, header.num_blocks)
             key = _key(req.origin_input_ids[: num_tokens - num_tokens % self.page_size], req.extra_key)
             match = self._match(key)
-            node, num_cached = match.last_device_node, match.device_prefix_len
-            if (num_missing := len(key) - num_cached) <= 0:
-                return
-            lock = self.tree_cache.lock(node)
-            try:
-                slots = self._allocate(num_missing)
-                if slots is None:
-                    logger.warning("prefilling %s: no memory for its KV", req.rid)
-                    return
-                try:
-                    kv_files.read_blocks(path, origin, self._layers, slots.tolist(), num_cached)
-                except kv_files.KVFileError:
-                    self.token_to_kv_pool_allocator.free(slots)
-                    raise
-                value = torch.cat([self.tree_cache.path_device_indices(node), slots])
-                # The cache would free what it has already, but for the first `prev_prefix_len` slots.
-                insert = InsertParams(key=key, value=value, prev_prefix_len=num_cached)
-                self.tree_cache.insert(insert)
-            finally:
-                self.tree_cache.unlock(lock)
-        except kv_files.KVFileError as error:
+            if match.device_prefix_len < len(key):
+                self._read(path, key, match.last_device_node, match.device_prefix_len)
+        except (kv_files.KVFileError, OSError) as error:
             logger.warning("prefilling %s: %s", req.rid, error)
+        path.unlink(missing_ok=True)
 
-    def _allocate(self, num_tokens: int) -> Any | None:
+    def _read(self, path: Path, key: Any, node: Any, num_cached: int) -> None:
+        """Add the KV of a file to the prefix cache, which has the first `num_cached` tokens up to `node`.
+
+        Raises KVFileError, OSError.
+        """
+        lock, slots = self.tree_cache.lock(node), None
+        try:
+            slots = self._allocate(len(key) - num_cached)
+            if self.enable_overlap:  # a step that has ended for the scheduler may still write to these slots
+                self.schedule_stream.wait_stream(self.forward_stream)
+            origin = self._origin_of(key.extra_key)
+            kv_files.read_blocks(path, origin, self._layers, slots.tolist(), num_cached)
+            value = torch.cat([self.tree_cache.path_device_indices(node), slots])
+            # The cache would free what it has already, but for the first `prev_prefix_len` slots.
+            insert = InsertParams(key=key, value=value, prev_prefix_len=num_cached)
+            slots = None
+            self.tree_cache.insert(insert)
+        finally:
+            self.tree_cache.unlock(lock)
+            if slots is not None:
+                self.token_to_kv_pool_allocator.free(slots)
+
+    def _allocate(self, num_tokens: int) -> Any:
+        """Raises KVFileError if memory is insufficient."""
         allocator = self.token_to_kv_pool_allocator
         if (num_lacking := num_tokens - allocator.available_size()) > 0:
             self.tree_cache.evict(EvictParams(num_tokens=num_lacking))
-        return allocator.alloc(num_tokens)
+        if (slots := allocator.alloc(num_tokens)) is None:
+            raise kv_files.KVFileError("no memory for its KV")
+        return slots
 
     def _match(self, key: Any) -> Any:
         return self.tree_cache.match_prefix(MatchPrefixParams(key=key))
@@ -335,7 +370,8 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
 
     def _kv_layout(self) -> tuple[str, ...]:
         """See `KVOrigin`. Empty if the layers do not have KV of all tokens in one shape."""
-        if self.tree_cache.supports_swa() or self.tree_cache.supports_mamba():
+        cache = self.tree_cache
+        if cache.supports_swa() or cache.supports_mamba() or not cache.supports_prefix_sharing():
             return ()
         kinds = {(str(layer.dtype), *map(str, layer.shape[1:])) for layer in self._layers}
         if len(kinds) != 1:
@@ -371,10 +407,10 @@ def list_versions(accept: Callable[..., None]) -> Callable[..., None]:
 
 
 def kv_layers(pool: Any) -> list[Any]:
-    """The KV of each layer [slots, ...]; empty for a pool of another form."""
-    if hasattr(pool, "k_buffer") and hasattr(pool, "v_buffer"):
+    """The KV of each layer [slots, ...]; empty for a pool that has more than that, or another layout."""
+    if type(pool).__name__ == "MHATokenToKVPool" and pool.kv_cache_layout == "nhd":
         return [*pool.k_buffer, *pool.v_buffer]
-    return [*getattr(pool, "kv_buffer", ())]
+    return [*pool.kv_buffer] if type(pool).__name__ == "MLATokenToKVPool" else []
 
 
 def _key(tokens: Any, extra_key: str) -> Any:

@@ -11,7 +11,6 @@ request only. A folder that is missing, damaged, or of other weights is not used
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,27 +59,22 @@ class Transfers(KVConnectorMetadata):  # type: ignore[misc]
 
 
 class ExportOrders:
-    """The exports that engines order of a scheduler's requests, each by making a folder."""
+    """The exports that engines order of a scheduler's requests."""
 
     def __init__(self) -> None:
-        self._pool: Path | None = None  # the parent of all folders of exports
-        self._exportable: dict[str, Any] = {}  # unfinished requests, by their part folders
+        self._orders = kv_files.ExportOrders()
 
     def add(self, request: Any) -> None:
         """A new request, whose export may be ordered."""
         if (folder := param(request, "dora_export")) is not None:
-            part = kv_files.part_folder(Path(folder))
-            self._exportable[part.name] = request
-            self._pool = part.parent
+            self._orders.add(Path(folder), request)
 
     def halt_ordered(self) -> set[str]:
         """Let the requests whose export is ordered end with their next token, so that clients get all tokens.
 
         An abort would lose those that are on their way to it. Returns the ids of the halted requests.
         """
-        if self._pool is None or not self._exportable:
-            return set()
-        halted = [self._exportable[name] for name in self._exportable.keys() & {*os.listdir(self._pool)}]
+        halted = self._orders.ordered()
         for request in halted:
             request.max_tokens = min(request.max_tokens, request.num_output_tokens + 1)
         return {request.request_id for request in halted}
@@ -89,9 +83,9 @@ class ExportOrders:
         """The folder that the KV of a finished request goes to; None if it was not halted."""
         if (folder := param(request, "dora_export")) is None:
             return None
-        part = kv_files.part_folder(Path(folder))
-        del self._exportable[part.name]
-        is_halted = request.status == RequestStatus.FINISHED_LENGTH_CAPPED and part.is_dir()
+        self._orders.remove(Path(folder))
+        is_ordered = kv_files.part_folder(Path(folder)).is_dir()
+        is_halted = request.status == RequestStatus.FINISHED_LENGTH_CAPPED and is_ordered
         return Path(folder) if is_halted else None
 
 
