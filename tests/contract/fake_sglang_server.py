@@ -41,6 +41,7 @@ class FakeSglangServer(ThreadingHTTPServer):
     no_digest: do not report the digest of loaded weights.
     rejected_loads: reject this many loads.
     holds_loads: a `threading.Event` that a load waits for.
+    version: report this version of SGLang.
     plugins: report this of DORA-RL's plugins.
     """
 
@@ -80,7 +81,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(recorded["status"], recorded["text"])
         own = {"protocol": PROTOCOL, "version_slots": self.server.version_slots, "kv_layout": []}
         own = self.server.faults.get("plugins", own)
-        info = json.loads(recorded["text"]) | {"internal_states": [{"dora": own} if own else {}]}
+        version = {key: self.server.faults[key] for key in self.server.faults.keys() & {"version"}}
+        info = json.loads(recorded["text"]) | version | {"internal_states": [{"dora": own} if own else {}]}
         self._send(recorded["status"], json.dumps(info))
 
     def do_POST(self) -> None:

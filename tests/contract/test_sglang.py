@@ -165,6 +165,12 @@ def test_a_server_with_other_plugins_is_rejected(make: Make, plugins: dict[str, 
         make(plugins=plugins)
 
 
+def test_another_version_of_sglang_is_refused(make: Make) -> None:
+    """It may have other classes than those that the plugins replace."""
+    with pytest.raises(ConfigError, match=r"has SGLang 0\.6\.0; DORA-RL is tested with 0\.5\.23"):
+        make(version="0.6.0")
+
+
 def test_a_server_with_fewer_version_slots_is_rejected(make: Make) -> None:
     with pytest.raises(EngineError, match=r"has slots for 1 versions; .*see docs/sglang.md"):
         make(version_slots=2)

@@ -155,6 +155,20 @@ def check_server_options(kind: ServerKind, python: object = None, url: object = 
         )
 
 
+def installed_version(python: str, *packages: str) -> str | None:
+    """The version of the first of these packages that an interpreter has; None if it does not answer."""
+    code = (
+        "import sys\nfrom importlib.metadata import distributions\n"
+        "print(*[d.version for d in distributions() if d.metadata['Name'] in sys.argv[1:]][:1])"
+    )
+    try:
+        command = [shutil.which(python) or python, "-c", code, *packages]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=CALL_TIMEOUT_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.strip() or None
+
+
 def check_plugins(
     info: Mapping[str, Any], server: EngineServer, protocol: int, dtype: str, version_slots: int
 ) -> None:

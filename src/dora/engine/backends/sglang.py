@@ -28,6 +28,7 @@ from dora.engine.backends.server import (
     attach_server,
     check_plugins,
     check_server_options,
+    installed_version,
     start_server,
 )
 from dora.engine.backends.server_plugins.dora_sglang import (
@@ -40,7 +41,9 @@ from dora.engine.backends.server_plugins.dora_sglang import (
 )
 from dora.engine.interface import Capabilities
 from dora.engine.request import EngineError
+from dora.errors import ConfigError
 
+TESTED_VERSIONS = ("0.5.23",)  # others have other classes
 LOAD_TIMEOUT_S = 600.0
 SPARE_TOKENS = 8  # SGLang accepts only requests that are some tokens shorter than its context
 SGLANG = ServerKind(
@@ -75,6 +78,13 @@ class Sglang(HttpEngine):
         dtypes=("float32", "bfloat16"),
         devices=("cpu", "cuda"),
     )
+
+    @classmethod
+    def check_options(cls, *, python: object = None, **others: object) -> None:
+        """As `HttpEngine.check_options`. Raises ConfigError for an untested version of SGLang."""
+        super().check_options(python=python, **others)
+        if isinstance(python, str) and (version := installed_version(python, "sglang")) is not None:
+            _check_version(version, f"python = {python}")
 
     def __init__(
         self,
@@ -129,6 +139,7 @@ class Sglang(HttpEngine):
             silence_s=silence_s,
         )
         info = self.server.call("/server_info")
+        _check_version(info["version"], str(server))
         state = info["internal_states"][0].get("dora", {}) | {"dtype": info["dtype"]}
         check_plugins(state, server, PROTOCOL, dtype, version_slots)
         self.num_slots, self._is_multi_version = version_slots, state["version_slots"] > 1
@@ -191,6 +202,15 @@ class Sglang(HttpEngine):
             self.server.call("/pause_generation", {"mode": "in_place"})
         else:
             self.server.call("/continue_generation", {})
+
+
+def _check_version(version: str, what: str) -> None:
+    """Raises ConfigError unless `what` has a version of `TESTED_VERSIONS`."""
+    if version not in TESTED_VERSIONS:
+        raise ConfigError(
+            f"{what} has SGLang {version}; DORA-RL is tested with {' and '.join(TESTED_VERSIONS)}: install "
+            f"sglang=={TESTED_VERSIONS[-1]}"
+        )
 
 
 def _device_flags(device: str, num_gpus: int) -> Sequence[str]:

