@@ -22,8 +22,6 @@ MADE_BY = {
     "faults_sglang": "faults",
     "gpu": "gpu_results",
     "migration_vllm": "migration",
-    "migration_sglang": "migration",
-    "sglang_server": "vllm_server",
     "policies_search": "policies",
     "sglang_fleet": "vllm_fleet",
 }  # results of a script with another name

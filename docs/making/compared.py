@@ -49,8 +49,7 @@ def tables() -> dict[str, Callable[[], str]]:
     fleets = {f"{server}_fleet": partial(fleet, server) for server in ("vllm", "sglang")}
     others = {"policies_ladder": ladder, "headline": headline, "peers": peers, "peers_async": peers_async}
     others |= {"policies_vllm": policies_vllm, "vllm_versions": partial(versions, "vllm")}
-    others |= {f"{server}_moves": partial(server_moves, server) for server in ("vllm", "sglang")}
-    others |= {"sglang_versions": partial(versions, "sglang")}
+    others |= {"vllm_moves": partial(server_moves, "vllm")}
     others |= {"cluster_paths": paths, "cluster_held": held, "direct_ways": direct_ways}
     return {**runs, **ratios, **fleets, **others}
 
@@ -214,7 +213,7 @@ def fleet(server: str) -> str:
     runs = [row for row in rows(f"{server}_fleet") if "run" in row]
     lines = []
     for row in runs:
-        with_kv = row["moved_with_kv"]
+        with_kv = row.get("moved_with_kv", 0)
         moves = sum(value for key, value in row.items() if key.startswith("moved_")) - with_kv
         generated = row["answers_dora"], row[f"answers_{server}"], row["engines_lost"], moves, with_kv
         checked = row["violations"], row["deep_samples"], row["deep_findings"]
