@@ -213,7 +213,7 @@ def fleet(server: str) -> str:
     runs = [row for row in rows(f"{server}_fleet") if "run" in row]
     lines = []
     for row in runs:
-        with_kv = row.get("moved_with_kv", 0)
+        with_kv = row["moved_with_kv"]
         moves = sum(value for key, value in row.items() if key.startswith("moved_")) - with_kv
         generated = row["answers_dora"], row[f"answers_{server}"], row["engines_lost"], moves, with_kv
         checked = row["violations"], row["deep_samples"], row["deep_findings"]

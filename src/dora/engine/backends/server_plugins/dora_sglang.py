@@ -45,10 +45,13 @@ def with_digest(update: UpdateFromDisk, digest_of: Callable[[str], str]) -> Upda
 
 
 def with_auth_token(arguments: list[str]) -> list[str]:
-    """The server's arguments with the token of the environment: a command line is not secret."""
+    """The server's arguments with the token of the environment: a command line is not secret.
+
+    In one argument, because a token may begin with a dash.
+    """
     if not os.environ.get(TOKEN_VARIABLE):
         raise RuntimeError(f"{TOKEN_VARIABLE} is not set: give the server and `dora train` the same token")
-    return [*arguments, "--api-key", os.environ[TOKEN_VARIABLE]]
+    return [*arguments, f"--api-key={os.environ[TOKEN_VARIABLE]}"]
 
 
 def serve() -> None:
