@@ -23,6 +23,7 @@ CALLS = {
     "/pause_generation": "pause",
     "/continue_generation": "continue",
     "/flush_cache?timeout=30": "continue",
+    "/set_internal_state": "set_internal_state",
 }
 
 

@@ -133,7 +133,7 @@ def test_requests_continue_with_newer_versions(policy: str, tmp_path: Path) -> N
     """Their samples have segments of several versions, and only `partial` prefills them again."""
     changes = {
         "orchestrator.update_policy": policy,
-        "engine.backend": "vllm",
+        "engine.backend": NAME,
         "engine.options": f"{{python = {json.dumps(PYTHON)}}}",
         "run.steps": 6,
         "eval.num_prompts": 16,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ import numpy as np
 import pytest
 from tests.contract.fake_sglang_server import AUTH_TOKEN, FakeSglangServer, recorded_events
 
-from dora.core.types import Chunk
+from dora.core.types import Chunk, RequestId
 from dora.engine.backends.server_plugins.dora_sglang import (
+    CONTINUE_WITH,
+    DECODE_ONLY,
+    KEEP,
     LOADED_KEY,
     PROTOCOL,
     TOKEN_VARIABLE,
@@ -46,6 +50,7 @@ def close_servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 Make = Callable[..., tuple[Sglang, FakeSglangServer]]
+TWO_SLOTS = {"protocol": PROTOCOL, "version_slots": 2, "kv_layout": []}  # what its plugins report
 
 
 @pytest.fixture
@@ -58,6 +63,7 @@ def make(tmp_path: Path) -> Make:
         version_slots: int = 1,
         pool: Path | None = None,
         silence_s: float = 60.0,
+        inflight_update: str | None = None,
         **faults: Any,
     ) -> tuple[Sglang, FakeSglangServer]:
         save_pretrained(tmp_path, CONFIG, version_weights(0))
@@ -72,6 +78,7 @@ def make(tmp_path: Path) -> Make:
             url=SERVERS[-1].url,
             pool=pool,
             silence_s=silence_s,
+            inflight_update=inflight_update,
         )
         return engine, SERVERS[-1]
 
@@ -178,9 +185,7 @@ def test_a_server_with_fewer_version_slots_is_rejected(make: Make) -> None:
 
 def test_a_load_says_which_versions_stay(make: Make) -> None:
     """With one slot the load empties the cache; with several the KV of the others stays."""
-    engine, server = make(
-        version_slots=2, plugins={"protocol": PROTOCOL, "version_slots": 2, "kv_layout": []}
-    )
+    engine, server = make(version_slots=2, plugins=TWO_SLOTS)
     labels = []
     for version in range(3):
         engine.load(version, version_weights(version))
@@ -199,8 +204,7 @@ def test_a_server_is_not_lost_while_it_loads_and_generates_nothing(make: Make) -
     """However long that takes; it is, once it has loaded and stays silent."""
     may_load = threading.Event()
     may_load.set()
-    plugins = {"protocol": PROTOCOL, "version_slots": 2, "kv_layout": []}
-    engine, _ = make("aborted", version_slots=2, plugins=plugins, silence_s=0.2, holds_loads=may_load)
+    engine, _ = make("aborted", version_slots=2, plugins=TWO_SLOTS, silence_s=0.2, holds_loads=may_load)
     engine.load(0, version_weights(0))
     engine.submit([make_request(0, max_tokens=50)])
     engine.step()
@@ -212,6 +216,42 @@ def test_a_server_is_not_lost_while_it_loads_and_generates_nothing(make: Make) -
     engine.activate(1, loading.result())
     with pytest.raises(RunError, match="has sent nothing"):
         run(engine)
+
+
+def states(server: FakeSglangServer) -> list[list[str]]:
+    """The names in each call of DORA-RL's scheduler."""
+    return [[*body["server_args"]] for path, body in server.calls if path == "/set_internal_state"]
+
+
+def test_requests_near_their_deadline_are_named_to_the_server(make: Make) -> None:
+    engine, server = make("aborted", version_slots=2, plugins=TWO_SLOTS)
+    engine.load(0, version_weights(0))
+    requests = [make_request(number, max_tokens=50) for number in range(2)]
+    engine.submit(requests)
+    while not engine.progress()[requests[1].id]:
+        engine.step()
+    server.calls.clear()
+    engine.decode_only([requests[1].id])
+    assert states(server) == [[DECODE_ONLY, engine._running[requests[1].id].server_id]]
+    engine.decode_only(())
+    assert states(server)[1:] == [[DECODE_ONLY]]
+
+
+def test_requests_continue_with_a_newer_version_except_held_out_ones(make: Make) -> None:
+    engine, server = make("aborted", version_slots=2, plugins=TWO_SLOTS, inflight_update="inflight")
+    assert states(server) == [[CONTINUE_WITH], [DECODE_ONLY]], "what the last engine has set ends"
+    engine.load(0, version_weights(0))
+    training = make_request(0, max_tokens=50)
+    held_out = replace(training, id=RequestId(-1, 0, 0))
+    engine.submit([training, held_out])
+    labels = [server.label]
+    while not all(engine.progress().values()):
+        engine.step()
+    keys = [body["extra_key"] for path, body in server.calls if path == "/generate"]
+    assert sorted(keys) == [labels[0], labels[0] + KEEP]
+    engine.load(1, version_weights(1))
+    labels.append(server.label)
+    assert states(server)[2:] == [[CONTINUE_WITH, label] for label in labels]
 
 
 def test_a_request_names_the_folders_of_its_kv(make: Make, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from dora.engine.backends import sglang
 from dora.engine.backends.server_plugins import dora_kv_files as kv_files
 
 PLUGINS = Path(sglang.__file__).parent / "server_plugins"
-POOL_SIZE = 40
+POOL_SIZE, MAX_ROWS = 40, 4
 
 
 class FinishLength:
@@ -48,6 +48,7 @@ class Req:
     return_logprob: bool = True
 
     def __post_init__(self) -> None:
+        self.skip_radix_cache_insert = False
         self.sampling_params = SimpleNamespace(
             custom_params=self.custom_params, max_new_tokens=self.max_new_tokens
         )
@@ -61,9 +62,29 @@ class Batch:
     reqs: list[Req]
     batch_is_full: bool = False
     checks: list[bool] = field(default_factory=list)  # whether there is room for the next tokens
+    is_prefill: bool = False
+    chunked_req: Req | None = None
+    sampling_info: object = None
 
-    def filter_batch(self, reqs_to_exclude: list[Req]) -> None:
-        self.reqs = [req for req in self.reqs if req not in reqs_to_exclude]
+    @property
+    def forward_mode(self) -> Any:
+        return SimpleNamespace(is_extend=lambda: self.is_prefill)
+
+    def is_empty(self) -> bool:
+        return not self.reqs
+
+    def filter_batch(
+        self, reqs_to_exclude: list[Req] | None = None, keep_indices: list[int] | None = None
+    ) -> None:
+        kept = self.reqs if keep_indices is None else [self.reqs[number] for number in keep_indices]
+        if keep_indices is None:
+            kept = [req for req in kept if req not in (reqs_to_exclude or ()) and not req.finished()]
+        self.reqs = kept
+
+    def merge_batch(self, other: Batch) -> None:
+        assert not {*self.reqs} & {*other.reqs}, "a request is in two batches"
+        self.reqs = self.reqs + other.reqs
+        self.checks += other.checks
 
     def check_decode_mem(self) -> bool:
         return self.checks.pop(0) if self.checks else True
@@ -146,7 +167,9 @@ class PrefixCache:
 
 
 class Scheduler:
-    """Runs all waiting requests at once. A token is the number of its place; its KV is the token."""
+    """Prefills all waiting requests before any decodes. A token is the number of its place; its KV is the
+    token.
+    """
 
     def __init__(
         self,
@@ -155,8 +178,10 @@ class Scheduler:
         page_size: int = 1,
         enable_overlap: bool = False,
         graph: object | None = None,
+        is_speculative: bool = False,
     ) -> None:
         self.enable_overlap, self.page_size = enable_overlap, page_size
+        self.spec_algorithm = SimpleNamespace(is_none=lambda: not is_speculative)
         self.waiting_queue: list[Req] = []
         self.running_batch, self.last_batch = Batch([]), None
         self.chunked_req, self.tp_size = None, tp_size
@@ -164,7 +189,8 @@ class Scheduler:
         self.tp_worker = SimpleNamespace(model_runner=runner)
         self.token_to_kv_pool_allocator = Allocator()
         self.tree_cache = PrefixCache(self.token_to_kv_pool_allocator)
-        self.req_to_token_pool, self.is_blocked = None, False
+        self.req_to_token_pool: set[Req] = set()  # that have a row
+        self.is_blocked = False
         self.aborted: list[str] = []
         self.streamed: list[Req] = []
         self.output_streamer = SimpleNamespace(stream_output=lambda reqs, _: self.streamed.extend(reqs))
@@ -182,6 +208,9 @@ class Scheduler:
     def get_internal_state(self, request: Any) -> SimpleNamespace:
         return SimpleNamespace(internal_state={})
 
+    def set_internal_state(self, request: Any) -> SimpleNamespace:
+        return SimpleNamespace(updated="by SGLang")
+
     def record_weight_version_change(self, new_version: str) -> None:
         self.only_version = new_version
 
@@ -192,14 +221,20 @@ class Scheduler:
         return not self.waiting_queue and not self.running_batch.reqs
 
     def get_next_batch_to_run(self, running_batch: Batch, last_batch: Batch | None) -> SimpleNamespace:
-        running_batch.reqs = [req for req in running_batch.reqs if not req.finished()]
+        if last_batch is not None and last_batch.is_prefill:
+            last_batch.filter_batch()
+            running_batch.merge_batch(last_batch)
+        running_batch.filter_batch()
         if self.is_blocked:
             return SimpleNamespace(batch_to_run=None, running_batch=running_batch)
-        if not running_batch.batch_is_full:
-            running_batch.reqs += self.waiting_queue
-            self.waiting_queue = []
-        batch = self.update_running_batch(running_batch) if running_batch.reqs else None
-        return SimpleNamespace(batch_to_run=batch, running_batch=running_batch)
+        num_free = MAX_ROWS - len(self.req_to_token_pool)
+        if not running_batch.batch_is_full and self.waiting_queue[:num_free]:
+            batch = Batch(self.waiting_queue[:num_free], is_prefill=True, chunked_req=self.chunked_req)
+            self.waiting_queue = self.waiting_queue[num_free:]
+            self.req_to_token_pool |= {*batch.reqs}
+            return SimpleNamespace(batch_to_run=batch, running_batch=running_batch)
+        decoding = self.update_running_batch(running_batch) if running_batch.reqs else None
+        return SimpleNamespace(batch_to_run=decoding, running_batch=running_batch)
 
     def update_running_batch(self, batch: Batch) -> Batch | None:
         if batch.check_decode_mem():
@@ -217,7 +252,9 @@ class Scheduler:
         for req in batch.reqs:
             if len(req.output_ids) >= req.sampling_params.max_new_tokens:
                 req.finished_reason = FinishLength()
-                self._cache(req)
+                self.req_to_token_pool.remove(req)
+                if not req.skip_radix_cache_insert:
+                    self._cache(req)
 
     def _cache(self, req: Req) -> None:
         tokens = [*req.origin_input_ids, *req.output_ids][:-1]
@@ -246,8 +283,9 @@ class RadixKey:
         return len(self.token_ids)
 
 
-def retract_all(reqs: list[Req], **pools: Any) -> None:
+def retract_all(reqs: list[Req], req_to_token_pool: set[Req], **pools: Any) -> None:
     for req in reqs:
+        req_to_token_pool.remove(req)
         req.num_retracted += 1
 
 
@@ -268,9 +306,16 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             "ScheduleBatch": Batch,
             "retract_all": retract_all,
         },
-        "sglang.srt.managers.io_struct": {"UpdateWeightFromDiskReqOutput": params},
+        "sglang.srt.managers.io_struct": {
+            "SetInternalStateReqOutput": params,
+            "UpdateWeightFromDiskReqOutput": params,
+        },
         "sglang.srt.managers.scheduler": {"Scheduler": Scheduler},
         "sglang.srt.mem_cache.base_prefix_cache": prefix_cache,
+        "sglang.srt.utils.weight_versions": {
+            "WeightVersionSpan": params,
+            "compute_weight_version_spans": None,
+        },
         "sglang.srt.mem_cache.radix_cache": {"RadixKey": RadixKey},
         components: {"load_model_with_memory_saver": lambda **_: SimpleNamespace(model="another model")},
     }
@@ -349,14 +394,14 @@ def test_requests_of_other_versions_make_room_before_one_is_aborted(make: Make) 
     add(scheduler, long, own)
     assert [scheduler.step() for _ in range(3)] == [["a1"], ["b1"], ["a1"]]
     add(scheduler, short)
-    scheduler._aside["b"].running.checks += [False, True, True]
+    scheduler._aside["b"].checks += [False, True, True]
     assert [scheduler.step() for _ in range(2)] == [["b1"], ["a1", "a2"]]
     assert (long.num_retracted, short.num_retracted, scheduler.aborted) == (1, 0, [])
-    scheduler._aside["b"].running.checks += [False, True, True]
+    scheduler._aside["b"].checks += [False, True, True]
     assert scheduler.step() == ["b1"]
     assert (long.num_retracted, short.num_retracted, scheduler.aborted) == (1, 1, [])
-    assert sorted(scheduler.step()) == ["a1", "a2"]
-    scheduler._aside["b"].running.checks += 4 * [False]
+    assert [scheduler.step() for _ in range(3)] == [["a2"], ["b1"], ["a1", "a2"]]
+    scheduler._aside["b"].checks += 4 * [False]
     assert scheduler.step() == []
     assert scheduler.aborted == ["b1"]
 
@@ -375,9 +420,9 @@ def test_requests_join_a_batch_that_was_full_when_others_had_the_rows(make: Make
     scheduler = make("a", "b")
     add(scheduler, Req("a1", "a", max_new_tokens=2), Req("b1", "b"))
     assert [scheduler.step() for _ in range(3)] == [["a1"], ["b1"], ["a1"]]
-    scheduler._aside["b"].running.batch_is_full = True
+    scheduler._aside["b"].batch_is_full = True
     add(scheduler, Req("b2", "b"))
-    assert scheduler.step() == ["b1", "b2"]
+    assert [scheduler.step() for _ in range(2)] == [["b2"], ["b1", "b2"]]
 
 
 @pytest.mark.parametrize("options", [{"enable_overlap": True}, {"graph": "a graph"}])
@@ -388,14 +433,94 @@ def test_several_versions_need_steps_that_use_the_chosen_model(make: Make, optio
     make("a", **options)
 
 
+def test_several_versions_exclude_speculative_decoding(make: Make) -> None:
+    with pytest.raises(RuntimeError, match="exclude speculative decoding"):
+        make("a", "b", is_speculative=True)
+    make("a", is_speculative=True)
+
+
 def test_a_prompt_that_is_computed_in_parts_keeps_the_turn(make: Make) -> None:
     scheduler = make("a", "b")
     add(scheduler, Req("a1", "a"), Req("b1", "b"))
     assert scheduler.step() == ["a1"]
-    scheduler.chunked_req = object()
+    scheduler.chunked_req = Req("a2", "a")
     assert [scheduler.step() for _ in range(2)] == [["a1"], ["a1"]]
     scheduler.chunked_req = None
     assert scheduler.step() == ["b1"]
+
+
+def call(scheduler: Any, *names: str) -> Any:
+    """One of the engine's calls. Returns whether it has changed something."""
+    return scheduler.set_internal_state(SimpleNamespace(server_args=dict.fromkeys(names, 1))).updated
+
+
+def test_requests_near_their_deadline_run_before_all_others(make: Make, module: Any) -> None:
+    """Also one that comes later. The others keep their rows, but end if they are aborted or halted."""
+    scheduler = make("a", "b")
+    hurried, halted, late = (Req(rid, "a", max_new_tokens=4) for rid in ("a1", "a2", "a3"))
+    add(scheduler, hurried, halted, Req("b1", "b"))
+    assert [scheduler.step() for _ in range(2)] == [["a1", "a2"], ["b1"]]
+    assert call(scheduler, module.DECODE_ONLY, "a1", "a3")
+    assert [scheduler.step() for _ in range(2)] == [["a1"], ["a1"]]
+    add(scheduler, late)
+    halted.sampling_params.max_new_tokens = 2
+    assert [scheduler.step() for _ in range(2)] == [["a3"], ["a1", "a2", "a3"]]
+    assert [scheduler.step() for _ in range(2)] == [["a3"], ["a3"]]
+    assert (scheduler._aside.keys(), len(halted.output_ids)) == ({"b"}, 2)
+    assert scheduler.step() == ["b1"]
+    assert call(scheduler, module.DECODE_ONLY)
+    add(scheduler, Req("a1", "a"))
+    assert [scheduler.step() for _ in range(2)] == [["a1"], ["b1"]]
+
+
+def test_requests_that_cannot_run_first_wait_for_those_that_have_the_rows(make: Make, module: Any) -> None:
+    """The others run for a step whenever none of them could."""
+    scheduler = make("a", "b")
+    add(scheduler, *(Req(f"b{number}", "b", max_new_tokens=3) for number in range(MAX_ROWS)))
+    assert len(scheduler.step()) == MAX_ROWS
+    call(scheduler, module.DECODE_ONLY, "a1")
+    add(scheduler, Req("a1", "a"))
+    steps = [scheduler.step() for _ in range(6)]
+    assert [len(step) for step in steps] == [0, MAX_ROWS, 0, MAX_ROWS, 1, 1]
+    assert steps[-1] == ["a1"]
+
+
+def spans(module: Any, req: Req) -> list[tuple[str, int, int]]:
+    """Which weights the last event lists."""
+    event = SimpleNamespace(rids=[req.rid], completion_tokens=[len(req.output_ids)], weight_versions=[None])
+    module.list_versions(lambda self, req: None)(event, req=req)
+    return [(span.version, span.start, span.end) for span in event.weight_versions[0]]
+
+
+def test_requests_continue_with_a_newer_version_on_their_kv(make: Make, module: Any) -> None:
+    """But for those that keep theirs. KV of two versions serves no other request."""
+    scheduler = make("a", "b")
+    long_prompt = Req("a4", "a")
+    running, keeping, waiting = (Req(rid, key) for rid, key in (("a1", "a"), ("a2", "a#keep"), ("a3", "a")))
+    add(scheduler, running, keeping)
+    assert [scheduler.step() for _ in range(2)] == 2 * [["a1", "a2"]]
+    add(scheduler, waiting)
+    scheduler.chunked_req = long_prompt
+    assert call(scheduler, module.CONTINUE_WITH, "b")
+    assert scheduler.step() == ["a3"]
+    scheduler.chunked_req = None
+    late = Req("a5", "a")
+    add(scheduler, late)
+    while not late.finished() or not keeping.finished():
+        scheduler.step()
+    assert {req.extra_key for req in (running, waiting, late, long_prompt)} == {"b"}
+    assert spans(module, running) == [("a", 0, 2), ("b", 2, 10)]
+    assert spans(module, keeping) == [("a", 0, 10)]
+    assert spans(module, waiting) == spans(module, late) == [("b", 0, 10)]
+    mixed = [req.rid for req in (running, keeping, waiting, late, long_prompt) if req.skip_radix_cache_insert]
+    assert mixed == ["a1", "a4"]
+    assert call(scheduler, module.CONTINUE_WITH)
+    add(scheduler, last := Req("a6", "a"))
+    assert last.extra_key == "a"
+
+
+def test_other_changes_of_the_internal_state_are_sglangs(make: Make) -> None:
+    assert call(make("a", "b"), "pp_max_micro_batch_size") == "by SGLang"
 
 
 def test_requests_that_name_no_version_run_with_any(make: Make) -> None:

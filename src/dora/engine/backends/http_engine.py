@@ -150,6 +150,7 @@ class HttpEngine(ABC):
     kernels: str
     stops_to_load = False  # the server generates nothing while it loads a version
     num_slots = 1  # versions that the server can hold
+    _is_multi_version = False  # the server has several slots, however many of them this engine may use
 
     def __init__(
         self,
@@ -179,6 +180,7 @@ class HttpEngine(ABC):
         self._waiting: dict[RequestId, ServerRequest] = {}  # for a row, in order
         self._running: dict[RequestId, ServerRequest] = {}
         self._open_streams: set[ServerRequest] = set()  # for which the server may still generate
+        self._prioritized: frozenset[RequestId] = frozenset()
         self._events: queue.SimpleQueue[tuple[ServerRequest, Any]] = queue.SimpleQueue()
         self._completions: list[Completion] = []
         self._finished_turns: list[TurnFinished] = []
@@ -226,6 +228,10 @@ class HttpEngine(ABC):
     @abstractmethod
     def _abort_streams(self, streams: Iterable[ServerRequest]) -> None:
         """Abort these requests at the server, which may not have received them yet."""
+
+    @abstractmethod
+    def _send_decode_only(self, server_ids: Sequence[str]) -> None:
+        """Let a server with several versions decode only these requests until none is left; none: all."""
 
     @abstractmethod
     def _set_paused(self, is_paused: bool) -> None:
@@ -294,6 +300,10 @@ class HttpEngine(ABC):
         else:
             self._keep_kv(newest)
 
+    def _keeps_version(self, running: ServerRequest) -> bool:
+        """Whether the server must not continue a request with other weights, which `_keep_kv` lets it do."""
+        return self._inflight_update == "inflight" and running.request.id.is_held_out
+
     def _keep_kv(self, version: int) -> None:
         """Let the server continue all requests but held-out ones with the weights of a version."""
         raise EngineError(f"{self.server} cannot change weights in a response: set update_policy = dora")
@@ -343,6 +353,8 @@ class HttpEngine(ABC):
         if num_unfinished := num_unfinished + self._migrator.num_reserved_of(version):
             raise EngineError(f"version {version} has {num_unfinished} unfinished requests")
         del self._digests[version], self._labels[version]
+        if self._inflight_update == "inflight" and self._digests:
+            self._keep_kv(max(self._digests))  # the dropped one may have been the newest
 
     def submit(
         self, requests: Collection[Request], outputs: Mapping[RequestId, PartialOutput] | None = None
@@ -428,11 +440,20 @@ class HttpEngine(ABC):
             running.waiting_since_s = self._last_event_s
 
     def decode_only(self, ids: Iterable[RequestId]) -> None:
-        """Raises EngineError for any ids: `capabilities` does not claim it."""
-        if {*ids}:
+        """Raises EngineError for any ids if the server has one version slot."""
+        prioritized = frozenset(ids)
+        if prioritized and not self._is_multi_version:
             raise EngineError(
-                "a server cannot decode some requests only; set orchestrator.prioritize_stragglers = false"
+                "a server with one version slot cannot decode some requests only; set "
+                "orchestrator.prioritize_stragglers = false"
             )
+        self._prioritized = prioritized
+        if self._is_multi_version:
+            self._update_decode_only()
+
+    def _update_decode_only(self) -> None:
+        running = (running for id, running in self._running.items() if id in self._prioritized)
+        self._send_decode_only([one.server_id for one in running])
 
     def step(self) -> list[Completion]:
         if not self.can_step:
@@ -654,6 +675,8 @@ class HttpEngine(ABC):
         self._open_streams.add(running)
         call = self._generate_call(running)
         threading.Thread(target=self._read_stream, args=(running, *call), daemon=True).start()
+        if running.request.id in self._prioritized:
+            self._update_decode_only()
 
     def _read_stream(self, running: ServerRequest, path: str, body: JsonBody) -> None:
         """In a thread: put the events of a response into the queue. None is the last one."""

@@ -32,7 +32,10 @@ from dora.engine.backends.server import (
     start_server,
 )
 from dora.engine.backends.server_plugins.dora_sglang import (
+    CONTINUE_WITH,
+    DECODE_ONLY,
     DIGEST_PREFIX,
+    KEEP,
     LOADED_KEY,
     PROTOCOL,
     SLOTS_VARIABLE,
@@ -69,7 +72,9 @@ class Sglang(HttpEngine):
     stops_to_load = True
     capabilities = Capabilities(
         max_versions=None,
+        decode_only=2,
         episodes=True,
+        inflight_update=True,
         stop_strings=True,
         pauses=True,
         migrates_without_kv=True,
@@ -101,6 +106,7 @@ class Sglang(HttpEngine):
         silence_s: float = 60.0,
         num_gpus: int = 1,
         pool: Path | None = None,
+        inflight_update: str | None = None,
     ) -> None:
         """Start a server with the interpreter `python` and additional `arguments`, or use the one at `url`.
 
@@ -137,12 +143,16 @@ class Sglang(HttpEngine):
             max_context=max_context,
             dtype=dtype,
             silence_s=silence_s,
+            inflight_update=inflight_update,
         )
         info = self.server.call("/server_info")
         _check_version(info["version"], str(server))
         state = info["internal_states"][0].get("dora", {}) | {"dtype": info["dtype"]}
         check_plugins(state, server, PROTOCOL, dtype, version_slots)
         self.num_slots, self._is_multi_version = version_slots, state["version_slots"] > 1
+        if url is not None and self._is_multi_version:  # end what another engine has set
+            self._set_state(CONTINUE_WITH)
+            self._set_state(DECODE_ONLY)
         if pool is not None and state["kv_layout"]:
             self._kv = KVExchange(pool, tuple(state["kv_layout"]), num_workers=1)
         self.kernels = f"SGLang {info['version']} on {info['device']}"
@@ -165,8 +175,19 @@ class Sglang(HttpEngine):
             )
         return digest[1]
 
+    def _keep_kv(self, version: int) -> None:
+        self._set_state(CONTINUE_WITH, self._labels[version])
+
+    def _send_decode_only(self, server_ids: Sequence[str]) -> None:
+        self._set_state(DECODE_ONLY, *server_ids)
+
+    def _set_state(self, call: str, *arguments: str) -> None:
+        """A call of DORA-RL's scheduler. SGLang transmits names with numbers."""
+        self.server.call("/set_internal_state", {"server_args": dict.fromkeys((call, *arguments), 1)})
+
     def _generate_call(self, running: ServerRequest) -> tuple[str, JsonBody]:
         sampling, folders = running.request.sampling, {}
+        label = self._labels[running.request.version] + (KEEP if self._keeps_version(running) else "")
         if self._kv is not None:
             folders["dora_export"] = str(self._kv.folder_of(running.server_id))
         if running.kv_folder is not None:
@@ -174,7 +195,7 @@ class Sglang(HttpEngine):
         return "/generate", {
             "rid": running.server_id,
             "input_ids": running.prompt_ids,
-            "extra_key": self._labels[running.request.version],  # KV of one version never serves another
+            "extra_key": label,  # KV of one version never serves another
             "stream": True,
             "return_logprob": True,
             "sampling_params": {

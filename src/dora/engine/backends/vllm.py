@@ -33,7 +33,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dora.core.types import RequestId
 from dora.engine.backends.http_engine import HttpEngine, ServerRequest, StreamDelta
 from dora.engine.backends.kv_exchange import KVExchange
 from dora.engine.backends.server import (
@@ -228,7 +227,6 @@ class Vllm(HttpEngine):
         self.num_slots, self._is_multi_version = version_slots, info["version_slots"] > 1
         if url is not None:
             self._reset_server()
-        self._prioritized: frozenset[RequestId] = frozenset()
         self.kernels = f"vLLM {version} on {info['device']}"
         if pool is not None and info.get("kv_layout"):
             address = host if python is not None and kv_connector == "nixl" else None
@@ -288,34 +286,16 @@ class Vllm(HttpEngine):
         label = self._labels.get(version, "")
         super().drop(version)
         self._wait_for_dropped_versions()
-        if self._inflight_update == "inflight" and self._digests:
-            self._keep_kv(max(self._digests))  # the dropped one may have been the newest
         self._drop_from_server(label)
 
     def _drop_from_server(self, label: str) -> None:
         self._call_workers("dora_drop_version", label)
 
-    def decode_only(self, ids: Iterable[RequestId]) -> None:
-        """Raises EngineError for any ids if the server has one version slot."""
-        self._prioritized = frozenset(ids)
-        if self._is_multi_version:
-            self._send_decode_only()
-        else:
-            super().decode_only(self._prioritized)
-
-    def _send_decode_only(self) -> None:
-        running = [running for id, running in self._running.items() if id in self._prioritized]
-        self.server.call(DECODE_ONLY_PATH, {"arguments": [[*map(_id_at_server, running)]]})
+    def _send_decode_only(self, server_ids: Sequence[str]) -> None:
+        self.server.call(DECODE_ONLY_PATH, {"arguments": [[*map(_id_at_server, server_ids)]]})
 
     def _keep_kv(self, version: int) -> None:
         self.server.call(CONTINUE_PATH, {"arguments": [self._labels[version]]})
-
-    def _start_stream(
-        self, previous: ServerRequest, kv_folder: Path | None = None, num_observed: int = 0
-    ) -> None:
-        super()._start_stream(previous, kv_folder, num_observed)
-        if previous.request.id in self._prioritized:
-            self._send_decode_only()
 
     def _generate_call(self, running: ServerRequest) -> tuple[str, JsonBody]:
         sampling, kv_params = running.request.sampling, {}
@@ -323,8 +303,7 @@ class Vllm(HttpEngine):
             kv_params["dora_export"] = str(self._kv.folder_of(running.server_id))
         if running.kv_folder is not None:
             kv_params["dora_import"] = str(running.kv_folder)
-        keeps_version = self._inflight_update == "inflight" and running.request.id.is_held_out
-        salt = self._labels[running.request.version] + (KEEP if keeps_version else "")
+        salt = self._labels[running.request.version] + (KEEP if self._keeps_version(running) else "")
         return "/inference/v1/generate", {
             "request_id": running.server_id,
             "token_ids": running.prompt_ids,
@@ -358,15 +337,15 @@ class Vllm(HttpEngine):
         )
 
     def _abort_streams(self, streams: Iterable[ServerRequest]) -> None:
-        if ids := [*map(_id_at_server, streams)]:
+        if ids := [_id_at_server(running.server_id) for running in streams]:
             self.server.call("/abort_requests", {"request_ids": ids})
 
     def _set_paused(self, is_paused: bool) -> None:
         self.server.call(PAUSE_PATH if is_paused else "/resume", {})
 
 
-def _id_at_server(running: ServerRequest) -> str:
-    return f"generate-tokens-{running.server_id}"
+def _id_at_server(server_id: str) -> str:
+    return f"generate-tokens-{server_id}"
 
 
 class WeightSender:

@@ -3,7 +3,8 @@
 A scheduler has a model for each version slot, and all of them use one KV cache. Each batch is of one version,
 and versions take turns. A request names its version by its `extra_key`, so KV of one version never serves
 another. SGLang keeps the requests that decode in a batch between two steps: here there is one for each
-version.
+version. `decode_only` lets others wait, and `continue_with` lets running requests continue with a newer
+version on their KV.
 
 A request's `custom_params` may name two folders (`dora_kv_files`): `dora_export`, where its KV goes once an
 export is ordered, and `dora_import`, where its KV comes from. Imported KV is put into the prefix cache, so
@@ -13,21 +14,31 @@ the orders at different steps.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import dora_kv_files as kv_files  # type: ignore[import-not-found]
 import sglang  # type: ignore[import-not-found]
 import torch
-from dora_sglang import DIGEST_PREFIX, LOADED_KEY, PROTOCOL, SLOTS_VARIABLE  # type: ignore[import-not-found]
+from dora_sglang import (  # type: ignore[import-not-found]
+    CONTINUE_WITH,
+    DECODE_ONLY,
+    DIGEST_PREFIX,
+    KEEP,
+    LOADED_KEY,
+    PROTOCOL,
+    SLOTS_VARIABLE,
+)
 from dora_version_turns import VersionTurns  # type: ignore[import-not-found]
 from sglang.srt.managers.io_struct import (  # type: ignore[import-not-found]
+    SetInternalStateReqOutput,
     UpdateWeightFromDiskReqOutput,
 )
 from sglang.srt.managers.schedule_batch import (  # type: ignore[import-not-found]
@@ -56,17 +67,6 @@ class Slot:
 
     model: Any
     version: str = ""  # label of the loaded version; "": none, or it is being loaded
-
-
-class Batches(NamedTuple):
-    """What SGLang keeps of a version between two of its steps."""
-
-    running: Any
-    last: Any | None
-
-    def unfinished(self) -> Iterator[Any]:
-        seen = self.running.reqs if self.last in (None, self.running) else self.running.reqs + self.last.reqs
-        return (request for request in seen if not request.finished())
 
 
 def load_slots(load_model: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -127,8 +127,12 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._turns = VersionTurns()
-        self._version = ""  # of the last step
-        self._aside: dict[str, Batches] = {}  # of the other versions
+        self._in_step: set[str] = set()  # requests that the last step could have
+        self._aside: dict[str, Any] = {}  # batches of the others, by version
+        self._decode_only: frozenset[str] = frozenset()  # ids of requests
+        self._is_prioritizing = False  # in the last step
+        self._may_prioritize = True  # False after a step in which no prioritized request could run
+        self._newest_version = ""  # of all requests that do not keep theirs; "": each keeps its version
         self.weight_digests: dict[str, str] = {}  # by label
         self._orders = kv_files.ExportOrders()
         super().__init__(*args, **kwargs)
@@ -159,6 +163,10 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
                 f"several version slots ({SLOTS_VARIABLE}) need --disable-overlap-schedule and "
                 "--disable-cuda-graph: remove other flags about them"
             )
+        if not self.spec_algorithm.is_none():  # a draft is of one batch, and requests change theirs
+            raise RuntimeError(
+                f"several version slots ({SLOTS_VARIABLE}) exclude speculative decoding: remove its flags"
+            )
 
     def free_slot(self, loaded: Container[str]) -> Slot | None:
         """A slot without one of the `loaded` versions, which no request uses; None if there is none."""
@@ -173,30 +181,88 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
                 slot.version = ""
         return next((slot for slot in self._slots if not slot.version), None)
 
+    def set_internal_state(self, recv_req: Any) -> Any:
+        """A call of the engine. SGLang takes names with numbers here, so the arguments are names.
+
+        `DECODE_ONLY`: ids of requests; others wait until none of these is left. `CONTINUE_WITH`: the version
+        that computes the next tokens of all requests that may change theirs; none: they keep it.
+        """
+        names = [*recv_req.server_args]
+        if DECODE_ONLY in names:
+            self._decode_only = frozenset(names) - {DECODE_ONLY}
+        elif CONTINUE_WITH in names:
+            self._newest_version = next((name for name in names if name != CONTINUE_WITH), "")
+            batches = filter(None, self._collect_inflight_batches())
+            for request in {*(request for batch in batches for request in batch.reqs), self.chunked_req}:
+                if request is not None and self._continue(request):
+                    request.skip_radix_cache_insert = True  # its KV is of two versions
+            for request in self.waiting_queue:
+                self._continue(request)
+        else:
+            return super().set_internal_state(recv_req)
+        return SetInternalStateReqOutput(updated=True)
+
+    def _continue(self, request: Any) -> bool:
+        """Let a request continue with the newest version. Returns whether that is another one."""
+        label = self._newest_version
+        if not label or request.finished() or (request.extra_key or label).endswith((KEEP, label)):
+            return False
+        request.extra_key = label
+        return True
+
     def get_next_batch_to_run(self, running_batch: Any, last_batch: Any | None) -> Any:
         self._halt_ordered()
         if len(self._slots) == 1:
             return super().get_next_batch_to_run(running_batch=running_batch, last_batch=last_batch)
-        self._aside[self._version] = Batches(running_batch, last_batch)
-        unfinished = {label: [*batches.unfinished()] for label, batches in self._aside.items()}
-        counts = Counter({label: len(requests) for label, requests in unfinished.items()})
-        counts.update(map(_label_of, self.waiting_queue))
-        if +counts and self.chunked_req is None:  # else a prompt is computed in parts, one after another
-            self._version = self._turns.next(+counts)
-        own = self._aside.pop(self._version, None) or Batches(
-            ScheduleBatch(reqs=[], batch_is_full=False), None
-        )
-        self._aside = {label: batches for label, batches in self._aside.items() if unfinished[label]}
-        others = [request for request in self.waiting_queue if _label_of(request) != self._version]
-        self.waiting_queue = [
-            request for request in self.waiting_queue if _label_of(request) == self._version
-        ]
-        own.running.batch_is_full = False  # another version may have freed rows or KV
-        plan = super().get_next_batch_to_run(running_batch=own.running, last_batch=own.last)
+        own = self._batch_of_turn(self._with_prefilled(running_batch, last_batch))
+        others = [request for request in self.waiting_queue if request.rid not in self._in_step]
+        self.waiting_queue = [request for request in self.waiting_queue if request.rid in self._in_step]
+        plan = super().get_next_batch_to_run(running_batch=own, last_batch=None)
         self.waiting_queue += others
         if not plan.batch_to_run:
             self._turns.end()
+        # The others have all rows or all KV: let them run for a step.
+        self._may_prioritize = bool(plan.batch_to_run) or not self._is_prioritizing
         return plan
+
+    def _with_prefilled(self, running: Any, last: Any | None) -> Any:
+        """The batch that decodes, with what the last step has prefilled, as SGLang merges them."""
+        if last is None or last is running or not last.forward_mode.is_extend():
+            return running
+        last.filter_batch(reqs_to_exclude=[*filter(None, (last.chunked_req, self.chunked_req))])
+        running.filter_batch()
+        return _merged(running, last)
+
+    def _batch_of_turn(self, running: Any) -> Any:
+        """Choose the requests of a step. Returns the batch of those that decode, and puts others aside."""
+        batches = [running, *self._aside.values()]
+        for batch in batches:
+            batch.filter_batch()  # without those that have finished
+        unfinished = [request for batch in batches for request in batch.reqs] + self.waiting_queue
+        self._is_prioritizing = self._may_prioritize and any(
+            request.rid in self._decode_only for request in unfinished
+        )
+        chosen = [
+            request
+            for request in unfinished
+            if not self._is_prioritizing or request.rid in self._decode_only or _is_ending(request)
+        ]
+        if self.chunked_req is not None:  # SGLang computes a long prompt in parts, one after another
+            version = _label_of(self.chunked_req)
+        else:
+            version = self._turns.next(Counter(map(_label_of, chosen)))
+        self._in_step = {request.rid for request in chosen if _label_of(request) == version}
+        own, self._aside = ScheduleBatch(reqs=[], batch_is_full=False), {}
+        for batch in batches:
+            places = [None if req.rid in self._in_step else _label_of(req) for req in batch.reqs]
+            for place in dict.fromkeys(places):
+                part = _part(batch, [number for number, other in enumerate(places) if other == place])
+                if place is None:
+                    own = _merged(own, part)
+                else:
+                    self._aside[place] = _merged(self._aside.get(place), part)
+        own.batch_is_full = False  # another version may have freed rows or KV
+        return own
 
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Raises RuntimeError, which ends the server, if the batch is not of one loaded version."""
@@ -209,7 +275,9 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
                 raise RuntimeError(f"a batch is of versions {sorted(labels)}; loaded: {loaded}")
             self.runner.model = slot.model
             for request in batch.reqs:
-                request.dora_version = slot.version
+                spans = vars(request).setdefault("dora_spans", [])
+                if not spans or spans[-1][0] != slot.version:
+                    spans.append((slot.version, len(request.output_ids)))
         return super().run_batch(batch, *args, **kwargs)
 
     def update_running_batch(self, batch: Any) -> Any:
@@ -222,9 +290,8 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         return super().update_running_batch(batch)
 
     def _retract_aside(self) -> bool:
-        """Let a request of another version wait, without its KV: the shortest. False if there is none."""
-        unfinished = (request for batches in self._aside.values() for request in batches.unfinished())
-        shortest = min(unfinished, key=lambda request: len(request.output_ids), default=None)
+        """Let a request that is aside wait, without its KV: the shortest. False if there is none."""
+        shortest = min(self._unfinished_aside(), key=lambda req: len(req.output_ids), default=None)
         if shortest is None:
             return False
         retract_all(
@@ -234,11 +301,13 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
             tree_cache=self.tree_cache,
             hisparse_coordinator=None,
         )
-        for batch in self._aside[_label_of(shortest)]:
-            if batch is not None and shortest in batch.reqs:
-                batch.filter_batch(reqs_to_exclude=[shortest])
+        self._aside[_label_of(shortest)].filter_batch(reqs_to_exclude=[shortest])
         self._add_request_to_queue(shortest, is_retracted=True)
         return True
+
+    def _unfinished_aside(self) -> Iterator[Any]:
+        aside = (request for batch in self._aside.values() for request in batch.reqs)
+        return (request for request in aside if not request.finished())
 
     def send_abort_output(self, abort_req: Any, req: Any) -> None:
         """Of a retracted request SGLang would send the last token again, and no weights."""
@@ -255,16 +324,15 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
             super().record_weight_version_change(new_version)
 
     def _collect_inflight_batches(self) -> list[Any]:
-        aside = [batch for batches in self._aside.values() for batch in batches]
-        return [*super()._collect_inflight_batches(), *aside]
+        return [*super()._collect_inflight_batches(), *self._aside.values()]
 
     def is_fully_idle(self, *args: Any, **kwargs: Any) -> bool:
-        aside = [request for batches in self._aside.values() for request in batches.unfinished()]
-        return not aside and bool(super().is_fully_idle(*args, **kwargs))
+        return not any(self._unfinished_aside()) and bool(super().is_fully_idle(*args, **kwargs))
 
     # Requests that move.
 
     def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
+        self._continue(req)
         if not is_retracted and self._layout:
             if (folder := _param(req, "dora_export")) is not None:
                 self._orders.add(folder, req)
@@ -305,7 +373,7 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         """
         part = kv_files.part_folder(folder)
         tokens = [*req.origin_input_ids, *req.output_ids][:-1]  # the last one has no KV yet
-        match = self._match(_key(tokens, req.extra_key))
+        match = self._match(_key(tokens, req.extra_key))  # nothing if its KV is of two versions
         slots = self.tree_cache.path_device_indices(match.last_device_node).tolist()
         try:
             if len(tokens) - len(slots) < self.page_size:  # the cache has whole pages only
@@ -366,7 +434,7 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         return self.tree_cache.match_prefix(MatchPrefixParams(key=key))
 
     def _origin_of(self, label: str) -> Any:
-        return kv_files.KVOrigin(self.weight_digests.get(label, ""), self._layout)
+        return kv_files.KVOrigin(self.weight_digests.get(label.removesuffix(KEEP), ""), self._layout)
 
     def _kv_layout(self) -> tuple[str, ...]:
         """See `KVOrigin`. Empty if the layers do not have KV of all tokens in one shape."""
@@ -395,9 +463,13 @@ def list_versions(accept: Callable[..., None]) -> Callable[..., None]:
         accept(self, req=req)
         if not self.rids or self.rids[-1] != req.rid:
             return
-        num_tokens, label = self.completion_tokens[-1], getattr(req, "dora_version", None)
-        if label is not None:
-            self.weight_versions[-1] = [WeightVersionSpan(version=label, start=0, end=num_tokens)]
+        num_tokens, spans = self.completion_tokens[-1], getattr(req, "dora_spans", [])
+        if spans:
+            ends = [start for _, start in spans[1:]] + [num_tokens]
+            self.weight_versions[-1] = [
+                WeightVersionSpan(version=label, start=start, end=end)
+                for (label, start), end in zip(spans, ends, strict=True)
+            ]
         elif self.weight_versions[-1] is None:
             self.weight_versions[-1] = compute_weight_version_spans(
                 req.weight_version_events, self.current_weight_version, num_tokens
@@ -418,7 +490,31 @@ def _key(tokens: Any, extra_key: str) -> Any:
 
 
 def _label_of(req: Any) -> str:
-    return req.extra_key or ""
+    return (req.extra_key or "").removesuffix(KEEP)
+
+
+def _is_ending(req: Any) -> bool:
+    """Whether a request ends in its next step: it is aborted, or is halted for its migration."""
+    return bool(req.to_finish) or req.sampling_params.max_new_tokens <= len(req.output_ids) + 1
+
+
+def _merged(batch: Any | None, other: Any) -> Any:
+    """A batch with the requests of both."""
+    if batch is None or batch.is_empty():
+        return other
+    if not other.is_empty():
+        batch.merge_batch(other)
+    return batch
+
+
+def _part(batch: Any, numbers: Sequence[int]) -> Any:
+    """The requests of a batch that decodes which have these numbers there."""
+    if len(numbers) == len(batch.reqs):
+        return batch
+    part = copy.copy(batch)
+    part.sampling_info = copy.copy(batch.sampling_info)  # without penalties, whose state is not copied
+    part.filter_batch(keep_indices=numbers)
+    return part
 
 
 def _param(req: Any, name: str) -> Path | None:
