@@ -21,9 +21,11 @@ MADE_BY = {
     "faults_nixl": "faults",
     "faults_sglang": "faults",
     "gpu": "gpu_results",
+    "migration_sglang": "migration",
     "migration_vllm": "migration",
     "policies_search": "policies",
     "sglang_fleet": "vllm_fleet",
+    "sglang_server": "vllm_server",
 }  # results of a script with another name
 
 

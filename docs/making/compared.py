@@ -48,8 +48,10 @@ def tables() -> dict[str, Callable[[], str]]:
     ratios = {f"{name}_ratios": partial(ratios_of, *which) for name, which in WORKLOADS.items()}
     fleets = {f"{server}_fleet": partial(fleet, server) for server in ("vllm", "sglang")}
     others = {"policies_ladder": ladder, "headline": headline, "peers": peers, "peers_async": peers_async}
-    others |= {"policies_vllm": policies_vllm, "vllm_versions": partial(versions, "vllm")}
-    others |= {"vllm_moves": partial(server_moves, "vllm")}
+    others |= {"policies_vllm": policies_vllm}
+    for server in ("vllm", "sglang"):
+        others |= {f"{server}_versions": partial(versions, server)}
+        others |= {f"{server}_moves": partial(server_moves, server)}
     others |= {"cluster_paths": paths, "cluster_held": held, "direct_ways": direct_ways}
     return {**runs, **ratios, **fleets, **others}
 

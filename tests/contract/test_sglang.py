@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.contract.fake_sglang_server import AUTH_TOKEN, FakeSglangServer, recorded_events
+from tests.runtime.running import wait_until
 
 from dora.core.types import Chunk, RequestId
+from dora.engine.backends.http_engine import StreamDelta
 from dora.engine.backends.server_plugins.dora_sglang import (
     CONTINUE_WITH,
     DECODE_ONLY,
@@ -224,16 +226,27 @@ def states(server: FakeSglangServer) -> list[list[str]]:
 
 
 def test_requests_near_their_deadline_are_named_to_the_server(make: Make) -> None:
-    engine, server = make("aborted", version_slots=2, plugins=TWO_SLOTS)
+    """But not while it loads a version: it would answer at the end of the load."""
+    may_load = threading.Event()
+    may_load.set()
+    engine, server = make("aborted", version_slots=2, plugins=TWO_SLOTS, holds_loads=may_load)
     engine.load(0, version_weights(0))
     requests = [make_request(number, max_tokens=50) for number in range(2)]
     engine.submit(requests)
     while not engine.progress()[requests[1].id]:
         engine.step()
     server.calls.clear()
+    may_load.clear()
+    loading = engine._start_load(1, lambda label: engine._send_weights(label, version_weights(1)))
     engine.decode_only([requests[1].id])
+    engine.step()
+    assert states(server) == []
+    may_load.set()
+    loading.result()
+    engine.step()
     assert states(server) == [[DECODE_ONLY, engine._running[requests[1].id].server_id]]
     engine.decode_only(())
+    engine.step()
     assert states(server)[1:] == [[DECODE_ONLY]]
 
 
@@ -252,6 +265,19 @@ def test_requests_continue_with_a_newer_version_except_held_out_ones(make: Make)
     engine.load(1, version_weights(1))
     labels.append(server.label)
     assert states(server)[2:] == [[CONTINUE_WITH, label] for label in labels]
+
+
+def test_a_request_that_is_updated_before_its_first_token_continues(make: Make) -> None:
+    """SGLang lists weights of its own for such a request, and for no tokens."""
+    engine, server = make("aborted", version_slots=2, plugins=TWO_SLOTS, inflight_update="partial")
+    engine.load(0, version_weights(0))
+    engine.submit([make_request(0, max_tokens=50)])
+    engine._start_waiting()
+    (running,) = engine._running.values()
+    running.is_renewing = True
+    span = {"version": "default", "start": 0, "end": 0}
+    engine._finish(running, StreamDelta([], [], "abort", [span]))
+    wait_until(lambda: sum(path == "/generate" for path, _ in server.calls) == 2)
 
 
 def test_a_request_names_the_folders_of_its_kv(make: Make, tmp_path: Path) -> None:

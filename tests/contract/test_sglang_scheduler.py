@@ -21,7 +21,7 @@ from dora.engine.backends import sglang
 from dora.engine.backends.server_plugins import dora_kv_files as kv_files
 
 PLUGINS = Path(sglang.__file__).parent / "server_plugins"
-POOL_SIZE, MAX_ROWS = 40, 4
+POOL_SIZE, MAX_ROWS = 40, 6
 
 
 class FinishLength:
@@ -57,6 +57,17 @@ class Req:
         return self.finished_reason is not None
 
 
+class SamplingInfo:
+    """The sampling parameters of a batch, which `filter_batch` changes in place."""
+
+    def __init__(self, rows: list[str]) -> None:
+        self.rows = rows
+
+    @staticmethod
+    def from_schedule_batch(batch: Batch, vocab_size: int) -> SamplingInfo:
+        return SamplingInfo([req.rid for req in batch.reqs])
+
+
 @dataclass(eq=False)
 class Batch:
     reqs: list[Req]
@@ -64,7 +75,11 @@ class Batch:
     checks: list[bool] = field(default_factory=list)  # whether there is room for the next tokens
     is_prefill: bool = False
     chunked_req: Req | None = None
-    sampling_info: object = None
+    model_config = SimpleNamespace(vocab_size=29)
+
+    def __post_init__(self) -> None:
+        self.rows = [req.rid for req in self.reqs]  # as its tensors have them
+        self.sampling_info = SamplingInfo([*self.rows])
 
     @property
     def forward_mode(self) -> Any:
@@ -79,11 +94,13 @@ class Batch:
         kept = self.reqs if keep_indices is None else [self.reqs[number] for number in keep_indices]
         if keep_indices is None:
             kept = [req for req in kept if req not in (reqs_to_exclude or ()) and not req.finished()]
-        self.reqs = kept
+        self.reqs, self.rows = kept, [req.rid for req in kept]
+        self.sampling_info.rows[:] = [row for row in self.sampling_info.rows if row in self.rows]
 
     def merge_batch(self, other: Batch) -> None:
         assert not {*self.reqs} & {*other.reqs}, "a request is in two batches"
-        self.reqs = self.reqs + other.reqs
+        self.reqs, self.rows = self.reqs + other.reqs, self.rows + other.rows
+        self.sampling_info.rows += other.sampling_info.rows
         self.checks += other.checks
 
     def check_decode_mem(self) -> bool:
@@ -243,6 +260,7 @@ class Scheduler:
         return None
 
     def run_batch(self, batch: Batch) -> str:
+        assert batch.rows == batch.sampling_info.rows == [req.rid for req in batch.reqs]
         self.computed.append((self.tp_worker.model_runner.model, [req.rid for req in batch.reqs]))
         for req in batch.reqs:
             req.output_ids.append(len(req.origin_input_ids) + len(req.output_ids) + 1)
@@ -312,6 +330,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         },
         "sglang.srt.managers.scheduler": {"Scheduler": Scheduler},
         "sglang.srt.mem_cache.base_prefix_cache": prefix_cache,
+        "sglang.srt.sampling.sampling_batch_info": {"SamplingBatchInfo": SamplingInfo},
         "sglang.srt.utils.weight_versions": {
             "WeightVersionSpan": params,
             "compute_weight_version_spans": None,
@@ -450,7 +469,7 @@ def test_a_prompt_that_is_computed_in_parts_keeps_the_turn(make: Make) -> None:
 
 
 def call(scheduler: Any, *names: str) -> Any:
-    """One of the engine's calls. Returns whether it has changed something."""
+    """One of the engine's calls. Returns the answer."""
     return scheduler.set_internal_state(SimpleNamespace(server_args=dict.fromkeys(names, 1))).updated
 
 
@@ -485,6 +504,32 @@ def test_requests_that_cannot_run_first_wait_for_those_that_have_the_rows(make: 
     assert steps[-1] == ["a1"]
 
 
+def test_requests_of_a_third_group_do_not_keep_those_with_the_rows_from_running(
+    make: Make, module: Any
+) -> None:
+    """The prioritized request and that of another version wait for the rows of the others."""
+    scheduler = make("a", "b")
+    add(scheduler, *(Req(f"a{number}", "a", max_new_tokens=3) for number in range(MAX_ROWS)))
+    assert len(scheduler.step()) == MAX_ROWS
+    call(scheduler, module.DECODE_ONLY, "first")
+    add(scheduler, first := Req("first", "a"), other := Req("b1", "b"))
+    for _ in range(40):
+        scheduler.step()
+    assert first.finished()
+    assert other.finished()
+
+
+def test_prioritized_requests_make_room_last(make: Make, module: Any) -> None:
+    scheduler = make("a", "b")
+    hurried, long = Req("a1", "a"), Req("a2", "a", output_ids=[4, 5])
+    add(scheduler, hurried, long, Req("b1", "b"))
+    assert [scheduler.step() for _ in range(3)] == [["a1", "a2"], ["b1"], ["a1", "a2"]]
+    call(scheduler, module.DECODE_ONLY, "a1", "b1")
+    scheduler._aside["b"].checks += [False, True, True]
+    assert scheduler.step() == ["b1"]
+    assert (hurried.num_retracted, long.num_retracted) == (0, 1)
+
+
 def spans(module: Any, req: Req) -> list[tuple[str, int, int]]:
     """Which weights the last event lists."""
     event = SimpleNamespace(rids=[req.rid], completion_tokens=[len(req.output_ids)], weight_versions=[None])
@@ -494,28 +539,33 @@ def spans(module: Any, req: Req) -> list[tuple[str, int, int]]:
 
 def test_requests_continue_with_a_newer_version_on_their_kv(make: Make, module: Any) -> None:
     """But for those that keep theirs. KV of two versions serves no other request."""
-    scheduler = make("a", "b")
-    long_prompt = Req("a4", "a")
+    scheduler = make("a", "b", "c")
+    long_prompt, aside = Req("a4", "a"), Req("c1", "c")
     running, keeping, waiting = (Req(rid, key) for rid, key in (("a1", "a"), ("a2", "a#keep"), ("a3", "a")))
-    add(scheduler, running, keeping)
-    assert [scheduler.step() for _ in range(2)] == 2 * [["a1", "a2"]]
+    add(scheduler, aside, running, keeping)
+    assert [scheduler.step() for _ in range(3)] == [["a1", "a2"], ["c1"], ["a1", "a2"]]
+    add(scheduler, prefilled := Req("a6", "a"))
+    assert [scheduler.step() for _ in range(2)] == [["c1"], ["a6"]]
     add(scheduler, waiting)
     scheduler.chunked_req = long_prompt
     assert call(scheduler, module.CONTINUE_WITH, "b")
+    assert scheduler.free_slot(["a", "b"]).version == "", "nothing uses c any more"
     assert scheduler.step() == ["a3"]
     scheduler.chunked_req = None
     late = Req("a5", "a")
     add(scheduler, late)
     while not late.finished() or not keeping.finished():
         scheduler.step()
-    assert {req.extra_key for req in (running, waiting, late, long_prompt)} == {"b"}
+    assert {req.extra_key for req in (running, waiting, late, long_prompt, aside, prefilled)} == {"b"}
     assert spans(module, running) == [("a", 0, 2), ("b", 2, 10)]
+    assert spans(module, aside) == [("c", 0, 2), ("b", 2, 10)]
+    assert spans(module, prefilled) == [("a", 0, 1), ("b", 1, 10)]
     assert spans(module, keeping) == [("a", 0, 10)]
     assert spans(module, waiting) == spans(module, late) == [("b", 0, 10)]
-    mixed = [req.rid for req in (running, keeping, waiting, late, long_prompt) if req.skip_radix_cache_insert]
-    assert mixed == ["a1", "a4"]
+    every = (running, keeping, waiting, late, long_prompt, aside, prefilled)
+    assert [req.rid for req in every if req.skip_radix_cache_insert] == ["a1", "a4", "c1", "a6"]
     assert call(scheduler, module.CONTINUE_WITH)
-    add(scheduler, last := Req("a6", "a"))
+    add(scheduler, last := Req("a7", "a"))
     assert last.extra_key == "a"
 
 

@@ -125,6 +125,17 @@ def test_prioritized_requests_run_alone_unless_none_of_them_can(scheduler: Any) 
     assert [scheduler.schedule().names for _ in range(4)] == [[], ["a2"], [], ["a2"]]
 
 
+def test_requests_of_a_third_group_do_not_keep_those_with_the_rows_from_running(scheduler: Any) -> None:
+    """The prioritized request and that of another version wait for the rows of the others."""
+    holders = [Waiting(f"a{number}", "a") for number in range(NUM_ROWS)]
+    add(scheduler, *holders)
+    assert len(scheduler.schedule().names) == NUM_ROWS
+    scheduler.decode_only = frozenset({"first"})
+    add(scheduler, Waiting("first", "a"), Waiting("b1", "b"))
+    steps = [scheduler.schedule().names for _ in range(6)]
+    assert [request.request_id for request in holders] in steps
+
+
 def test_requests_continue_with_the_newest_version_except_those_that_keep_theirs(scheduler: Any) -> None:
     """So do requests that arrive later, for a version that is dropped meanwhile."""
     running, waiting = Waiting("a1", "a", num_computed_tokens=5, block_hashes=["a"]), Waiting("a3", "a")

@@ -256,6 +256,8 @@ def test_an_answer_that_the_server_ended_stops_at_its_stop_string(make: Make, tm
         answers += engine.step()
     ends = {answer.id.sibling: (len(answer.token_ids), answer.finish_reason) for answer in answers}
     assert (ends, server.aborted) == ({0: (11, "stop"), 1: (12, "length")}, set())
+    intervals = [call["sampling_params"]["stream_interval"] for call in server.generate_calls]
+    assert sorted(intervals) == [8, 32], "the sooner it sends the string, the fewer tokens it wastes"
 
 
 @pytest.mark.parametrize("end", [11, 31])
@@ -318,6 +320,8 @@ def test_an_episode_continues_with_its_observation_and_ends_with_its_last_turn(m
     assert calls[1]["token_ids"] == [*request.prompt_ids, *first.token_ids, 7, 8]
     assert [call["sampling_params"]["max_tokens"] for call in calls] == [4, 3]
     assert calls[0]["cache_salt"] == calls[1]["cache_salt"]
+    is_counted = [call["stream_options"]["include_usage"] for call in calls]
+    assert is_counted == [False, True], "only after an observation it matters what the server prefills"
     engine.end_episode(request.id)
     (answer,) = run(engine)
     assert answer.token_ids.tolist() == [*first.token_ids, 7, 8, *second.token_ids]
@@ -834,6 +838,7 @@ def test_requests_near_their_deadline_are_named_to_the_server(make: Make) -> Non
     engine.submit(requests)
     engine.step()
     engine.decode_only([requests[0].id, requests[MAX_ROWS].id])
+    engine.step()
     started = server.generate_calls_when(MAX_ROWS)
     first = next(body["request_id"] for body in started if body["token_ids"] == [*requests[0].prompt_ids])
     assert server.decode_only == [[f"generate-tokens-{first}"]]
@@ -842,6 +847,7 @@ def test_requests_near_their_deadline_are_named_to_the_server(make: Make) -> Non
     last = server.generate_calls_when(MAX_ROWS + 1)[-1]["request_id"]
     assert server.decode_only[1:] == [[f"generate-tokens-{first}", f"generate-tokens-{last}"]]
     engine.decode_only(())
+    engine.step()
     assert server.decode_only[2:] == [[]]
 
 

@@ -575,7 +575,7 @@ class RunSetup:
     def kv_transfer(self) -> Literal["shared", "staged", "ipc", "none"]:
         """How KV reaches another engine in a migration: `engine.kv_transfer` with "auto" resolved."""
         engine = self.config.engine
-        if self.config.breaks_c1:  # requests do not migrate
+        if self.config.has_static_placement:  # requests do not migrate
             return "none"
         if engine.kv_transfer != "auto":
             return engine.kv_transfer

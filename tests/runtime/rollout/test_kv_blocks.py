@@ -35,3 +35,11 @@ def test_requests_that_are_swapped_out_give_the_same_tokens(task: Path, tmp_path
     tight, num_swapped, num_tight = answers(task, tmp_path / "tight", "engine.num_kv_blocks=5")
     assert num_swapped > 0
     assert (tight, num_tight) == (roomy, num_bytes // 4)  # 5 of 4 rows x (4 + 1)
+
+
+def test_an_engine_whose_requests_never_migrate_shares_no_kv(task: Path, tmp_path: Path) -> None:
+    """So a server has no KV connector, which costs time in each step."""
+    for placement, name in (("static", None), ("dynamic", "pool-0.kv")):
+        setup = RunSetup.make(load.read_config(task, [f"orchestrator.placement={placement}"]), tmp_path)
+        pool = setup.engine_spec(tmp_path, 0).pool
+        assert (pool and pool.name, setup.pool_bytes > 0) == (name, name is not None)

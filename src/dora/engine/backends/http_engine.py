@@ -52,7 +52,7 @@ from dora.engine.messages import (
     StartExport,
     TurnFinished,
 )
-from dora.engine.request import Completion, EngineError, Request, check_observation
+from dora.engine.request import Completion, EngineError, Request, SamplingParams, check_observation
 from dora.errors import RunError
 from dora.model.pretrained import load_config
 from dora.model.weights import WeightLayout
@@ -63,6 +63,9 @@ STEP_WAIT_S = 0.02  # the longest that a step waits for the server
 MIGRATING_WAIT_S = 0.001  # the same while requests migrate, which pause meanwhile
 IMPORT_TIMEOUT_S = 30.0  # the longest that a server may take to the first token after the KV that it imports
 LOAD_CHECK_S = 1.0  # between two checks that a server which loads still responds
+# Tokens of a response that a server sends at once. Each event costs time, and after a stop string, which only
+# the engine sees, the server generates until the next event in vain.
+STREAM_INTERVAL, STOP_STRING_INTERVAL = 32, 8
 ABORT_TIMEOUT_S = 30.0  # the longest that the server may generate for requests that were aborted
 
 
@@ -181,6 +184,7 @@ class HttpEngine(ABC):
         self._running: dict[RequestId, ServerRequest] = {}
         self._open_streams: set[ServerRequest] = set()  # for which the server may still generate
         self._prioritized: frozenset[RequestId] = frozenset()
+        self._is_decode_only_due = False  # the server does not know all ids of prioritized requests yet
         self._events: queue.SimpleQueue[tuple[ServerRequest, Any]] = queue.SimpleQueue()
         self._completions: list[Completion] = []
         self._finished_turns: list[TurnFinished] = []
@@ -297,7 +301,7 @@ class HttpEngine(ABC):
             running.is_renewing = self._inflight_update == "partial"
         if self._inflight_update == "partial":
             self._abort_streams(older)
-        else:
+        elif self._is_multi_version:
             self._keep_kv(newest)
 
     def _keeps_version(self, running: ServerRequest) -> bool:
@@ -353,8 +357,8 @@ class HttpEngine(ABC):
         if num_unfinished := num_unfinished + self._migrator.num_reserved_of(version):
             raise EngineError(f"version {version} has {num_unfinished} unfinished requests")
         del self._digests[version], self._labels[version]
-        if self._inflight_update == "inflight" and self._digests:
-            self._keep_kv(max(self._digests))  # the dropped one may have been the newest
+        if self._inflight_update == "inflight" and version > max(self._digests, default=version):
+            self._keep_kv(max(self._digests))
 
     def submit(
         self, requests: Collection[Request], outputs: Mapping[RequestId, PartialOutput] | None = None
@@ -447,13 +451,13 @@ class HttpEngine(ABC):
                 "a server with one version slot cannot decode some requests only; set "
                 "orchestrator.prioritize_stragglers = false"
             )
-        self._prioritized = prioritized
-        if self._is_multi_version:
-            self._update_decode_only()
+        self._prioritized, self._is_decode_only_due = prioritized, self._is_multi_version
 
     def _update_decode_only(self) -> None:
+        """Name the prioritized requests to the server."""
         running = (running for id, running in self._running.items() if id in self._prioritized)
         self._send_decode_only([one.server_id for one in running])
+        self._is_decode_only_due = False
 
     def step(self) -> list[Completion]:
         if not self.can_step:
@@ -462,10 +466,12 @@ class HttpEngine(ABC):
         self.server.check_alive()
         self._start_waiting()
         self._restart_stuck_imports(began_s)
+        is_stopped = self.stops_to_load and self._loading is not None and not self._loading.done()
+        if self._is_decode_only_due and not is_stopped:
+            self._update_decode_only()
         num_streams = sum(running.is_generating for running in self._running.values())
         self._handle_events(num_streams, MIGRATING_WAIT_S if self.num_migrations else STEP_WAIT_S)
         self.busy_row_s += num_streams * (time.monotonic() - began_s)
-        is_stopped = self.stops_to_load and self._loading is not None and not self._loading.done()
         if num_streams and not is_stopped and began_s - self._last_event_s > self._silence_s:
             raise RunError(
                 f"{self.server} has {num_streams} requests and has sent nothing for silence_s = "
@@ -675,8 +681,7 @@ class HttpEngine(ABC):
         self._open_streams.add(running)
         call = self._generate_call(running)
         threading.Thread(target=self._read_stream, args=(running, *call), daemon=True).start()
-        if running.request.id in self._prioritized:
-            self._update_decode_only()
+        self._is_decode_only_due |= running.request.id in self._prioritized
 
     def _read_stream(self, running: ServerRequest, path: str, body: JsonBody) -> None:
         """In a thread: put the events of a response into the queue. None is the last one."""
@@ -737,7 +742,8 @@ class HttpEngine(ABC):
             return
         if delta.weight_spans is not None:
             self._check_weights(running, delta)
-        if running.is_stopped and not was_stopped:
+        # Once for a stop string, and again for an update, whose abort may have come before the request.
+        if (running.is_stopped and not was_stopped) or running.is_renewing:
             self._abort_streams([running])
 
     def _add_tokens(self, running: ServerRequest, token_ids: array[int], logprobs: array[float]) -> None:
@@ -785,7 +791,9 @@ class HttpEngine(ABC):
 
     def _check_weights(self, running: ServerRequest, delta: StreamDelta) -> list[Chunk]:
         """The chunks of a response so far. Raises RunError if other weights may have generated it (C1)."""
-        request, spans, num_generated = running.request, delta.weight_spans or (), running.num_generated
+        request, num_generated = running.request, running.num_generated
+        # SGLang lists weights of its own for no tokens if a request is aborted before its first one.
+        spans = [span for span in delta.weight_spans or () if span.get("start") != span.get("end")]
         ends: list[Any] = [0, *(span.get("end") for span in spans)]
         chunks = [self._chunk_of(request, str(span.get("version"))) for span in spans]
         is_whole = ends[-1] == num_generated and [span.get("start") for span in spans] == ends[:-1]
@@ -859,6 +867,11 @@ class HttpEngine(ABC):
         if request.max_length > self._max_context:
             return f"it may have {request.max_length} tokens, over max_context = {self._max_context}"
         return ""
+
+
+def stream_interval(sampling: SamplingParams) -> int:
+    """Tokens between two events of a response, after its first one."""
+    return STOP_STRING_INTERVAL if sampling.stop_strings else STREAM_INTERVAL
 
 
 def _with_version(request: Request, newest: int) -> Request:

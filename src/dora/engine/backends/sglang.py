@@ -20,7 +20,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from dora.engine.backends.http_engine import ABORT_TIMEOUT_S, HttpEngine, ServerRequest, StreamDelta
+from dora.engine.backends.http_engine import (
+    ABORT_TIMEOUT_S,
+    HttpEngine,
+    ServerRequest,
+    StreamDelta,
+    stream_interval,
+)
 from dora.engine.backends.kv_exchange import KVExchange
 from dora.engine.backends.server import (
     JsonBody,
@@ -55,7 +61,7 @@ SGLANG = ServerKind(
 FLAGS = (
     *("--skip-tokenizer-init", "--skip-server-warmup", "--sampling-defaults", "openai"),
     *("--load-format", "safetensors"),
-    *("--stream-interval", "8", "--incremental-streaming-output", "--log-level", "warning"),
+    *("--incremental-streaming-output", "--log-level", "warning"),
     *("--json-model-override-args", '{"eos_token_id": null}'),  # only a request's stop ids end its response
 )
 CPU_FLAGS = (
@@ -150,7 +156,7 @@ class Sglang(HttpEngine):
         state = info["internal_states"][0].get("dora", {}) | {"dtype": info["dtype"]}
         check_plugins(state, server, PROTOCOL, dtype, version_slots)
         self.num_slots, self._is_multi_version = version_slots, state["version_slots"] > 1
-        if url is not None and self._is_multi_version:  # end what another engine has set
+        if url is not None:  # end what another engine has set
             self._set_state(CONTINUE_WITH)
             self._set_state(DECODE_ONLY)
         if pool is not None and state["kv_layout"]:
@@ -202,6 +208,7 @@ class Sglang(HttpEngine):
                 "temperature": sampling.temperature,
                 "max_new_tokens": running.max_tokens,
                 "stop_token_ids": sampling.stop_ids,
+                "stream_interval": stream_interval(sampling),
                 **({"custom_params": folders} if folders else {}),
             },
         }

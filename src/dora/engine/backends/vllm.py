@@ -33,7 +33,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dora.engine.backends.http_engine import HttpEngine, ServerRequest, StreamDelta
+from dora.engine.backends.http_engine import HttpEngine, ServerRequest, StreamDelta, stream_interval
 from dora.engine.backends.kv_exchange import KVExchange
 from dora.engine.backends.server import (
     EngineServer,
@@ -76,7 +76,7 @@ VLLM = ServerKind(
 FLAGS = (
     *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
     *("--enable-prompt-tokens-details", "--middleware", "dora_vllm.TokenMiddleware"),
-    *("--skip-tokenizer-init", "--stream-interval", "8", "--load-format", "safetensors"),
+    *("--skip-tokenizer-init", "--load-format", "safetensors"),
     *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
 )
 KV_CONNECTORS = {  # by the option `kv_connector`: class and module
@@ -309,7 +309,8 @@ class Vllm(HttpEngine):
             "token_ids": running.prompt_ids,
             "cache_salt": salt,  # KV of one version never serves another
             "stream": True,
-            "stream_options": {"include_usage": True},
+            # Costs an event: only where the engine counts what the server prefills.
+            "stream_options": {"include_usage": running.kv_folder is not None or running.num_observed > 0},
             **({"kv_transfer_params": kv_params} if kv_params else {}),
             "sampling_params": {
                 "temperature": sampling.temperature,
@@ -318,6 +319,7 @@ class Vllm(HttpEngine):
                 "ignore_eos": True,  # the stop ids include the end-of-sequence token where it ends a response
                 "detokenize": False,
                 "logprobs": 0,  # of the sampled token only
+                "stream_interval": stream_interval(sampling),
             },
         }
 

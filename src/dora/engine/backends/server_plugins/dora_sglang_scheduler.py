@@ -3,7 +3,7 @@
 A scheduler has a model for each version slot, and all of them use one KV cache. Each batch is of one version,
 and versions take turns. A request names its version by its `extra_key`, so KV of one version never serves
 another. SGLang keeps the requests that decode in a batch between two steps: here there is one for each
-version. `decode_only` lets others wait, and `continue_with` lets running requests continue with a newer
+version. By calls of the engine, some requests run before all others, or requests continue with a newer
 version on their KV.
 
 A request's `custom_params` may name two folders (`dora_kv_files`): `dora_export`, where its KV goes once an
@@ -56,6 +56,9 @@ from sglang.srt.mem_cache.base_prefix_cache import (  # type: ignore[import-not-
 from sglang.srt.mem_cache.radix_cache import RadixKey  # type: ignore[import-not-found]
 from sglang.srt.model_executor.model_runner_components.load_model_utils import (  # type: ignore[import-not-found]
     load_model_with_memory_saver,
+)
+from sglang.srt.sampling.sampling_batch_info import (  # type: ignore[import-not-found]
+    SamplingBatchInfo,
 )
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -131,7 +134,7 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         self._aside: dict[str, Any] = {}  # batches of the others, by version
         self._decode_only: frozenset[str] = frozenset()  # ids of requests
         self._is_prioritizing = False  # in the last step
-        self._may_prioritize = True  # False after a step in which no prioritized request could run
+        self._may_prioritize = True  # False once none of those could run, until a step runs
         self._newest_version = ""  # of all requests that do not keep theirs; "": each keeps its version
         self.weight_digests: dict[str, str] = {}  # by label
         self._orders = kv_files.ExportOrders()
@@ -174,7 +177,7 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
             request for batch in self._collect_inflight_batches() if batch for request in batch.reqs
         ]
         used = {_label_of(request) for request in unfinished if not request.finished()}
-        used |= {_label_of(request) for request in self.waiting_queue}
+        used |= {_label_of(request) for request in filter(None, (*self.waiting_queue, self.chunked_req))}
         for slot in self._slots:
             if slot.version not in loaded and (len(self._slots) == 1 or slot.version not in used):
                 self.weight_digests.pop(slot.version, None)
@@ -221,8 +224,8 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         self.waiting_queue += others
         if not plan.batch_to_run:
             self._turns.end()
-        # The others have all rows or all KV: let them run for a step.
-        self._may_prioritize = bool(plan.batch_to_run) or not self._is_prioritizing
+        # If the others have all rows or all KV, let them run for a step.
+        self._may_prioritize = bool(plan.batch_to_run) or (self._may_prioritize and not self._is_prioritizing)
         return plan
 
     def _with_prefilled(self, running: Any, last: Any | None) -> Any:
@@ -290,8 +293,15 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         return super().update_running_batch(batch)
 
     def _retract_aside(self) -> bool:
-        """Let a request that is aside wait, without its KV: the shortest. False if there is none."""
-        shortest = min(self._unfinished_aside(), key=lambda req: len(req.output_ids), default=None)
+        """Let a request that is aside wait, without its KV: the shortest, but prioritized ones last.
+
+        Returns False if there is none.
+        """
+        shortest = min(
+            self._unfinished_aside(),
+            key=lambda req: (req.rid in self._decode_only, len(req.output_ids)),
+            default=None,
+        )
         if shortest is None:
             return False
         retract_all(
@@ -499,7 +509,7 @@ def _is_ending(req: Any) -> bool:
 
 
 def _merged(batch: Any | None, other: Any) -> Any:
-    """A batch with the requests of both."""
+    """One of two batches, with the requests of both."""
     if batch is None or batch.is_empty():
         return other
     if not other.is_empty():
@@ -508,11 +518,14 @@ def _merged(batch: Any | None, other: Any) -> Any:
 
 
 def _part(batch: Any, numbers: Sequence[int]) -> Any:
-    """The requests of a batch that decodes which have these numbers there."""
+    """The requests of a batch that have these numbers there; the batch itself if it has no others.
+
+    What sampling has counted for penalties, which DORA-RL's requests do not have, begins anew.
+    """
     if len(numbers) == len(batch.reqs):
         return batch
     part = copy.copy(batch)
-    part.sampling_info = copy.copy(batch.sampling_info)  # without penalties, whose state is not copied
+    part.sampling_info = SamplingBatchInfo.from_schedule_batch(part, part.model_config.vocab_size)
     part.filter_batch(keep_indices=numbers)
     return part
 

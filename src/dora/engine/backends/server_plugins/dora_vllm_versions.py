@@ -175,7 +175,7 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         self._turns = VersionTurns()
         self.decode_only: frozenset[str] = frozenset()  # ids of requests, as their client names them
         self.newest_version = ""  # of all requests that do not keep theirs; "": each keeps its version
-        self._may_prioritize = True  # False after a step in which no prioritized request could run
+        self._may_prioritize = True  # False once none of those could run, until a step runs
         self.computed_version = ""  # version that computed the last step
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
@@ -194,8 +194,10 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         output.dora_version = version
         if not output.total_num_scheduled_tokens:
             self._turns.end()
-        # The others have all rows or all KV blocks: let them run for a step.
-        self._may_prioritize = chosen is unfinished or output.total_num_scheduled_tokens > 0
+        # If the others have all rows or all KV blocks, let them run for a step.
+        self._may_prioritize = output.total_num_scheduled_tokens > 0 or (
+            self._may_prioritize and chosen is unfinished
+        )
         return output
 
     def _continue(self, request: Any) -> None:
