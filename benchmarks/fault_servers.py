@@ -37,7 +37,7 @@ def on_servers(backend: str, python: str, kv_connector: str | None) -> list[str]
         f"arguments = {json.dumps(arguments)}{connector}}}",
         f"engine.num_engines={NUM_SERVERS}",
         f"engine.version_slots={NUM_SLOTS}",
-        f"orchestrator.prioritize_stragglers={str(backend == 'vllm').lower()}",
+        "orchestrator.prioritize_stragglers=true",
         "orchestrator.balance_running=true",
         "orchestrator.rebalance_interval_s=0.2",
     ]
