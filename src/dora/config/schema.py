@@ -633,7 +633,8 @@ class EngineSection(Section):
         description="How the KV of a migrating request reaches another engine. shared: from the first one's "
         "KV cache, on the CPU; staged: through host memory; ipc: from the first one's GPU (CUDA IPC), on one "
         "machine; none: it is computed again. auto: shared on the CPU, staged on a GPU. Between vLLM servers "
-        "KV moves through files in memory or over NIXL (docs/vllm.md), or not with none.",
+        "KV moves through files in memory or over NIXL (docs/vllm.md), between SGLang servers through files; "
+        "with none it is computed again.",
     )
     kernels: Literal["auto", "numba", "eager"] = Field(
         default="auto",

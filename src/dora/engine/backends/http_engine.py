@@ -168,7 +168,7 @@ class HttpEngine(ABC):
     ) -> None:
         """The engine is lost if the server sends nothing for `silence_s` while it has requests or loads.
 
-        `inflight_update`: see `InferenceFactory`; a server with one version has none.
+        `inflight_update`: see `InferenceFactory`.
         """
         self.server, self._dtype, self._silence_s = server, dtype, silence_s
         self._inflight_update = inflight_update
