@@ -5,6 +5,7 @@ The other tests use fake servers with made-up or recorded answers.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,7 +29,7 @@ from dora.engine.backends.server_plugins.dora_kv_files import HEADER_BYTES
 from dora.engine.backends.sglang import Sglang
 from dora.engine.backends.vllm import NIXL_LEASE_S, Vllm, VllmLora
 from dora.engine.interface import Capabilities
-from dora.engine.messages import ExportFinished, ImportFinished
+from dora.engine.messages import ExportFailed, ExportFinished, ImportFinished
 from dora.engine.request import Completion, EngineError, Request
 from dora.journal.reader import read_samples
 from dora.model.pretrained import save_pretrained
@@ -321,6 +323,37 @@ def test_kv_that_is_damaged_after_the_import_is_committed_is_prefilled_again(tmp
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.skipif(not Engine.capabilities.tensor_parallel, reason="a server has one worker")
+def test_servers_of_two_workers_move_kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker has half of the model and of the KV. If one cannot read its KV, both prefill."""
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+    save_pretrained(
+        tmp_path / "model", replace(CONFIG, max_position_embeddings=LONG_CONTEXT), version_weights(0)
+    )
+    driver, arguments = MigrationDriver(tmp_path), ("--tensor-parallel-size", "2")
+    with ExitStack() as servers:
+        source, destination = (
+            servers.enter_context(closing(make_long_server(tmp_path, number, 2, arguments=arguments)))
+            for number in range(2)
+        )
+        for version, engine in itertools.product(range(2), (source, destination)):
+            digest = engine.load(version, version_weights(version))
+            assert digest == weight_digest(version_weights(version))
+        for version, is_damaged in [(0, False), (1, False), (1, True)]:
+            destination.pause()  # so that it does not read the KV yet
+            request = move_a_request(driver, source, destination, version)
+            first, second = sorted((tmp_path / "pool-1").glob("*/*.kv"))
+            assert (first.name, second.name) == ("0.kv", "1.kv")
+            if is_damaged:
+                with second.open("r+b") as file:
+                    file.seek(HEADER_BYTES)
+                    file.write(4096 * b"\xff")
+            destination.resume()
+            answer = driver.finish(destination, request)
+            check_logprobs(answer)
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(Engine is Sglang, reason="SGLang's KV moves in files only")
 @pytest.mark.parametrize("version_slots", [1, 2])
 def test_servers_read_each_others_kv_over_nixl(tmp_path: Path, version_slots: int) -> None:
@@ -332,7 +365,9 @@ def test_servers_read_each_others_kv_over_nixl(tmp_path: Path, version_slots: in
         pytest.skip("the environment of vLLM has no nixl")
     config = replace(CONFIG, max_position_embeddings=LONG_CONTEXT)
     save_pretrained(tmp_path / "model", config, version_weights(0))
-    source, destination = (nixl_engine(tmp_path, number, version_slots) for number in range(2))
+    source, destination = (
+        make_long_server(tmp_path, number, version_slots, kv_connector="nixl") for number in range(2)
+    )
     driver, answers = MigrationDriver(tmp_path), list[Completion]()
     moved, kept, late, orphan = (make_request(n, max_tokens=LONG_CONTEXT - 9) for n in range(4))
     try:
@@ -375,17 +410,42 @@ def test_servers_read_each_others_kv_over_nixl(tmp_path: Path, version_slots: in
     finally:
         source.close()
         destination.close()
-    compute = GroupLogprobs(config, TrainerSettings(lr=0.0, num_steps=1), "cpu")
-    compute.load_weights(version_weights(0))
     for answer in answers:
-        sample = Sample(
-            answer.prompt_ids.tolist(), answer.token_ids.tolist(), [0.0] * len(answer.token_ids), 0.0
-        )
-        assert answer.logprobs == pytest.approx(compute([sample])[0].tolist(), abs=1e-3)
+        check_logprobs(answer)
 
 
-def nixl_engine(folder: Path, number: int, version_slots: int) -> Vllm:
-    return Vllm(
+def move_a_request(driver: MigrationDriver, source: Any, destination: Any, version: int) -> Request:
+    """A long request that has migrated with its KV.
+
+    With more busy processes than cores, a server may send the first token when it has generated all of them.
+    Then the next request migrates.
+    """
+    for _ in range(5):
+        number = driver.num_migrations
+        request = make_request(number, version=version, max_tokens=LONG_CONTEXT - 9)
+        submit(driver, source, request)
+        replies = driver.migrate(request, source, destination, source.kv_pool)
+        if any(isinstance(reply, ExportFinished) for reply in replies):
+            assert [reply.num_prefilled for reply in replies if isinstance(reply, ImportFinished)] == [0]
+            return request
+        assert isinstance(replies[0], ExportFailed), replies
+        assert "finished before it was exported" in replies[0].reason
+        destination.cancel_migration(driver.num_migrations)
+        driver.poll(destination)
+    raise AssertionError("no request has migrated")
+
+
+def check_logprobs(answer: Completion) -> None:
+    """Those of a response of `LONG_CONTEXT` tokens or less are those of its version."""
+    config, num_tokens = replace(CONFIG, max_position_embeddings=LONG_CONTEXT), len(answer.token_ids)
+    compute = GroupLogprobs(config, TrainerSettings(lr=0.0, num_steps=1), "cpu")
+    compute.load_weights(version_weights(answer.version))
+    sample = Sample(answer.prompt_ids.tolist(), answer.token_ids.tolist(), [0.0] * num_tokens, 0.0)
+    assert answer.logprobs == pytest.approx(compute([sample])[0].tolist(), abs=1e-3)
+
+
+def make_long_server(folder: Path, number: int, version_slots: int, **options: Any) -> Any:
+    return Engine(
         model=str(folder / "model"),
         max_rows=MAX_ROWS,
         max_context=LONG_CONTEXT,
@@ -393,12 +453,12 @@ def nixl_engine(folder: Path, number: int, version_slots: int) -> Vllm:
         device="cpu",
         dtype="float32",
         python=PYTHON,
-        kv_connector="nixl",
         pool=folder / f"pool-{number}",
+        **options,
     )
 
 
-def submit(driver: MigrationDriver, engine: Vllm, request: Request) -> None:
+def submit(driver: MigrationDriver, engine: Any, request: Request) -> None:
     """Submit a request, and wait for its first token."""
     engine.submit([request])
     driver.step_until_first_token(engine, request)

@@ -282,7 +282,7 @@ def test_a_request_that_is_updated_before_its_first_token_continues(make: Make) 
 
 def test_a_request_names_the_folders_of_its_kv(make: Make, tmp_path: Path) -> None:
     """The one that it may be exported to, and the one that it is imported from, which then goes."""
-    plugins = {"protocol": PROTOCOL, "version_slots": 1, "kv_layout": ["of this version"]}
+    plugins = {"protocol": PROTOCOL, "version_slots": 1, "kv_layout": ["of this version"], "kv_workers": 1}
     engine, server = make(pool=tmp_path / "pool", plugins=plugins)
     engine.load(0, version_weights(0))
     request, imported = make_request(0, max_tokens=40), tmp_path / "pool" / "x"

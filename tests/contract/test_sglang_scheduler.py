@@ -8,8 +8,11 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from threading import Barrier
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -183,6 +186,29 @@ class PrefixCache:
         self.num_locks -= 1
 
 
+class WorkerGroup:
+    """The workers of a server, each in a thread. A call waits until all of them have made it."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier, self._values = Barrier(size, timeout=20.0), [None] * size
+
+    def member(self, rank: int) -> SimpleNamespace:
+        gather = partial(self._gather, rank)
+        return SimpleNamespace(
+            world_size=len(self._values),
+            rank_in_group=rank,
+            all_gather_object=gather,
+            broadcast_object=lambda value: gather(value)[0],
+        )
+
+    def _gather(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait()
+        values = [*self._values]
+        self._barrier.wait()
+        return values
+
+
 class Scheduler:
     """Prefills all waiting requests before any decodes. A token is the number of its place; its KV is the
     token.
@@ -191,7 +217,8 @@ class Scheduler:
     def __init__(
         self,
         slots: list[Any],
-        tp_size: int = 1,
+        tp_group: Any = None,
+        num_stages: int = 1,
         page_size: int = 1,
         enable_overlap: bool = False,
         graph: object | None = None,
@@ -201,7 +228,9 @@ class Scheduler:
         self.spec_algorithm = SimpleNamespace(is_none=lambda: not is_speculative)
         self.waiting_queue: list[Req] = []
         self.running_batch, self.last_batch = Batch([]), None
-        self.chunked_req, self.tp_size = None, tp_size
+        self.chunked_req, self.tp_group = None, tp_group or WorkerGroup(1).member(0)
+        self.attn_tp_group, self.tp_size = self.tp_group, self.tp_group.world_size
+        self.world_group = SimpleNamespace(world_size=self.tp_size * num_stages)
         runner = SimpleNamespace(dora_slots=slots, model=None, decode_cuda_graph_runner=graph)
         self.tp_worker = SimpleNamespace(model_runner=runner)
         self.token_to_kv_pool_allocator = Allocator()
@@ -639,12 +668,18 @@ def test_a_server_loads_a_model_for_each_slot(module: Any, monkeypatch: pytest.M
 
 def export(scheduler: Any, folder: Path, **options: Any) -> Req:
     """A request with three tokens whose export is ordered after the second one."""
+    request = start(scheduler, folder, **options)
+    kv_files.order_export(folder)
+    scheduler.step()
+    return request
+
+
+def start(scheduler: Any, folder: Path, **options: Any) -> Req:
+    """A request with two tokens whose KV may be ordered into the folder."""
     request = Req("r", "a", custom_params={"dora_export": str(folder)}, **options)
     add(scheduler, request)
     for _ in range(2):
         scheduler.step()
-    kv_files.order_export(folder)
-    scheduler.step()
     return request
 
 
@@ -751,9 +786,78 @@ def test_kv_that_cannot_be_imported_is_prefilled(
     assert destination.tree_cache.num_locks == 0
 
 
+def of_two_workers(make: Make, *versions: str) -> list[Any]:
+    """The schedulers of the two workers of a server."""
+    group = WorkerGroup(2)
+    return [make(*versions, tp_group=group.member(rank)) for rank in range(2)]
+
+
+def in_both(act: Callable[[Any], Any], workers: list[Any]) -> list[Any]:
+    with ThreadPoolExecutor(2) as threads:
+        return [*threads.map(act, workers)]
+
+
+def move_between_servers_of_two_workers(
+    make: Make, folder: Path, change: Callable[[Path], None] = lambda path: None
+) -> list[Any]:
+    """The KV of five tokens. `change` gets the second worker's file. Returns the destination's workers."""
+    source, destination = of_two_workers(make, "a"), of_two_workers(make, "a", "b")
+    source[1]._orders.ordered = list  # it sees no order yet, and does what the first worker has decided
+    requests = in_both(partial(start, folder=folder), source)
+    kv_files.order_export(folder)
+    in_both(lambda worker: worker.step(), source)
+    assert [(req.finished(), req.output_ids) for req in requests] == [(True, [4, 5, 6])] * 2
+    assert sorted(file.name for file in folder.iterdir()) == ["0.kv", "1.kv"]
+    change(kv_files.worker_file(folder, 1))
+    tokens = [1, 2, 3, 4, 5, 6]
+    in_both(lambda worker: add(worker, Req("r2", "a", tokens, {"dora_import": str(folder)})), destination)
+    assert [*folder.iterdir()] == []
+    assert [worker.tree_cache.num_locks for worker in destination] == [0, 0]
+    return destination
+
+
+def test_each_worker_of_a_server_moves_its_part(make: Make, tmp_path: Path) -> None:
+    for worker in move_between_servers_of_two_workers(make, tmp_path / "r"):
+        assert kv_of(worker, [1, 2, 3, 4, 5, 6]) == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize("change", [damage, Path.unlink])
+def test_all_workers_prefill_if_one_cannot_import(
+    make: Make, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    """Their prefix caches must stay alike."""
+    for worker in move_between_servers_of_two_workers(make, tmp_path / "r", change):
+        assert kv_of(worker, [1, 2, 3, 4, 5, 6]) == []
+        assert worker.token_to_kv_pool_allocator.available_size() == POOL_SIZE
+
+
+def test_no_kv_is_exported_if_one_worker_cannot_write(make: Make, tmp_path: Path) -> None:
+    source = of_two_workers(make, "a")
+    in_both(partial(start, folder=tmp_path / "r"), source)
+    kv_files.order_export(tmp_path / "r")
+    kv_files.worker_file(kv_files.part_folder(tmp_path / "r"), 1).touch()  # it exists already
+    in_both(lambda worker: worker.step(), source)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_workers_that_read_different_weights_have_loaded_none(make: Make, module: Any) -> None:
+    def update(manager: Any, request: Any) -> SimpleNamespace:
+        rank = manager.scheduler.tp_group.rank_in_group
+        return params(success=True, message=f"{module.DIGEST_PREFIX}f0{rank}.")
+
+    load = module.load_into_slot(update)
+    request = SimpleNamespace(weight_version="c", manifest={module.LOADED_KEY: ["a"]})
+    workers = of_two_workers(make, "a", "b")
+    outputs = in_both(lambda worker: load(SimpleNamespace(scheduler=worker), request), workers)
+    assert [(output.success, "f00" in output.message) for output in outputs] == [(False, True)] * 2
+    assert [slot.version for worker in workers for slot in worker._slots] == ["a", ""] * 2
+
+
 def test_the_internal_state_describes_slots_and_kv(make: Make) -> None:
-    """A server of several GPUs moves no KV."""
+    """Stages of a pipeline move no KV: none of them has all layers."""
     state = make("a", "b").get_internal_state(None).internal_state["dora"]
     assert state["version_slots"] == 2
-    assert state["kv_layout"] == ["sglang 0.5.23", "cpu", "2", "1", "torch.float32", "1", "2"]
-    assert make("a", tp_size=2).get_internal_state(None).internal_state["dora"]["kv_layout"] == []
+    assert state["kv_layout"] == ["sglang 0.5.23", "cpu", "1", "2", "1", "torch.float32", "1", "2"]
+    (state, _) = [worker.get_internal_state(None).internal_state for worker in of_two_workers(make, "a")]
+    assert (state["dora"]["kv_layout"][2], state["dora"]["kv_workers"]) == ("2", 2)
+    assert make("a", num_stages=2).get_internal_state(None).internal_state["dora"]["kv_layout"] == []

@@ -117,7 +117,7 @@ class Sglang(HttpEngine):
         """Start a server with the interpreter `python` and additional `arguments`, or use the one at `url`.
 
         A started server divides the model among `num_gpus` GPUs, of which `device` is the first. Requests
-        migrate with their KV through the folder `pool`, in memory; None, or several GPUs: without.
+        migrate with their KV through the folder `pool`, in memory; None: without.
 
         The engine is lost if the server sends nothing for `silence_s` while it has requests.
         """
@@ -160,7 +160,7 @@ class Sglang(HttpEngine):
             self._set_state(CONTINUE_WITH)
             self._set_state(DECODE_ONLY)
         if pool is not None and state["kv_layout"]:
-            self._kv = KVExchange(pool, tuple(state["kv_layout"]), num_workers=1)
+            self._kv = KVExchange(pool, tuple(state["kv_layout"]), state["kv_workers"])
         self.kernels = f"SGLang {info['version']} on {info['device']}"
 
     def _start_load(self, version: int, send: Callable[[str], str]) -> Future[str]:

@@ -92,6 +92,10 @@ class ExportOrders:
         """The request has ended."""
         self._exportable.pop(part_folder(folder).name, None)
 
+    def exportable(self) -> list[Any]:
+        """The unfinished requests whose KV may be ordered."""
+        return [*self._exportable.values()]
+
     def ordered(self) -> list[Any]:
         """The requests whose export is ordered."""
         if self._pool is None or not self._exportable:

@@ -24,7 +24,7 @@ SLOTS_FLAGS = ("--disable-overlap-schedule", "--disable-cuda-graph")  # a graph 
 LOADED_KEY = "dora_loaded"  # in the manifest of a load: labels of the versions that stay
 DECODE_ONLY, CONTINUE_WITH = "dora_decode_only", "dora_continue_with"  # calls of `/set_internal_state`
 KEEP = "#keep"  # at the end of a request's `extra_key`: it keeps its version
-PROTOCOL = 2  # of the calls, and of the events of responses
+PROTOCOL = 3  # of the calls, and of the events of responses
 DIGEST_PREFIX = "DORA's digest: "  # before 32 hex digits in the message of an update
 WEIGHTS_FILE = "model.safetensors"
 

@@ -8,13 +8,16 @@ version on their KV.
 
 A request's `custom_params` may name two folders (`dora_kv_files`): `dora_export`, where its KV goes once an
 export is ordered, and `dora_import`, where its KV comes from. Imported KV is put into the prefix cache, so
-that the request computes its last token only. A server of several GPUs moves no KV: its schedulers would see
-the orders at different steps.
+that the request computes its last token only.
+
+With tensor parallelism, each worker has a scheduler, and all of them must take the same steps. So the first
+worker decides for all what is ordered, and KV is exported or imported only if every worker could do its part.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
 from array import array
@@ -102,7 +105,8 @@ def load_slots(load_model: Callable[[Any], None]) -> Callable[[Any], None]:
 def load_into_slot(update: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """SGLang's `update_weights_from_disk` of a scheduler's weight updater, for a free slot.
 
-    Of the loaded versions, only those in the request's manifest stay. A load fails if there is no free slot.
+    Of the loaded versions, only those in the request's manifest stay. A load fails if there is no free slot,
+    or if not all workers have read the same bytes.
     """
 
     def update_slot(manager: Any, request: Any) -> Any:
@@ -114,10 +118,12 @@ def load_into_slot(update: Callable[[Any, Any], Any]) -> Callable[[Any, Any], An
             )
         scheduler.runner.model = slot.model
         output = update(manager, request)
+        digest = output.message.partition(DIGEST_PREFIX)[2].partition(".")[0] if output.success else ""
+        if len({*(digests := scheduler.of_all_workers(digest))}) > 1:
+            message = f"the workers have read different weights: {digests}"
+            return UpdateWeightFromDiskReqOutput(success=False, message=message)
         if output.success:
-            slot.version = label
-            digest = output.message.partition(DIGEST_PREFIX)[2]
-            scheduler.weight_digests[label] = digest.partition(".")[0]
+            slot.version, scheduler.weight_digests[label] = label, digest
         return output
 
     return update_slot
@@ -144,7 +150,7 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         if len(self._slots) > 1:
             self._check_steps_use_the_model()
         self._layers = kv_layers(self.token_to_kv_pool_allocator.get_kvcache())
-        self._layout = self._kv_layout() if self.tp_size == 1 else ()
+        self._layout = self._kv_layout()
 
     def get_internal_state(self, recv_req: Any) -> Any:
         output = super().get_internal_state(recv_req)
@@ -152,6 +158,7 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
             "protocol": PROTOCOL,
             "version_slots": len(self._slots),
             "kv_layout": list(self._layout),
+            "kv_workers": self.tp_size,
         }
         return output
 
@@ -364,16 +371,20 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         """Let the requests whose export is ordered end with their next token, so that clients get all
         tokens.
         """
-        for request in self._orders.ordered():
-            sampling = request.sampling_params
-            sampling.max_new_tokens = min(sampling.max_new_tokens, len(request.output_ids) + 1)
+        if not (exportable := self._orders.exportable()):
+            return
+        ordered = self._decided_by_first(lambda: {request.rid for request in self._orders.ordered()})
+        for request in exportable:
+            if request.rid in ordered:
+                sampling = request.sampling_params
+                sampling.max_new_tokens = min(sampling.max_new_tokens, len(request.output_ids) + 1)
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
         super().process_batch_result(batch, result)
         for req in batch.reqs:
             if req.finished() and (folder := self._forget(req)) is not None:
-                part = kv_files.part_folder(folder)
-                if isinstance(req.finished_reason, FINISH_LENGTH) and part.is_dir():
+                is_ordered = kv_files.part_folder(folder).is_dir
+                if isinstance(req.finished_reason, FINISH_LENGTH) and self._decided_by_first(is_ordered):
                     self._export(req, folder)
 
     def _export(self, req: Any, folder: Path) -> None:
@@ -381,46 +392,48 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
 
         A file that is missing in it makes it unusable.
         """
-        part = kv_files.part_folder(folder)
+        part, rank = kv_files.part_folder(folder), self.tp_group.rank_in_group
         tokens = [*req.origin_input_ids, *req.output_ids][:-1]  # the last one has no KV yet
         match = self._match(_key(tokens, req.extra_key))  # nothing if its KV is of two versions
         slots = self.tree_cache.path_device_indices(match.last_device_node).tolist()
         try:
             if len(tokens) - len(slots) < self.page_size:  # the cache has whole pages only
-                origin = self._origin_of(req.extra_key)
-                path = kv_files.worker_file(part, 0)
-                kv_files.write_blocks(path, origin, self._layers, slots, len(tokens))
-            part.rename(folder)
-        except OSError as error:
+                origin, path = self._origin_of(req.extra_key), kv_files.worker_file(part, rank)
+                write = functools.partial(kv_files.write_blocks, path, origin, self._layers, slots)
+                self._by_all_workers(lambda: write(len(tokens)))
+            if rank == 0:
+                part.rename(folder)
+        except (kv_files.KVFileError, OSError) as error:
             logger.warning("the KV of %s is lost: %s", req.rid, error)
             kv_files.remove(folder)
 
     def _import(self, req: Any, folder: Path) -> None:
         """Put the KV of all tokens but the last into the prefix cache. Without it they are prefilled."""
-        path = kv_files.worker_file(folder, 0)
+        path = kv_files.worker_file(folder, self.tp_group.rank_in_group)
         try:
-            (header,) = kv_files.read_headers(folder, 1)
-            num_tokens = min(len(req.origin_input_ids) - 1, header.num_blocks)
+            headers = self._by_all_workers(lambda: kv_files.read_headers(folder, self.tp_size))
+            num_tokens = min(len(req.origin_input_ids) - 1, *(header.num_blocks for header in headers))
             key = _key(req.origin_input_ids[: num_tokens - num_tokens % self.page_size], req.extra_key)
             match = self._match(key)
             if match.device_prefix_len < len(key):
                 self._read(path, key, match.last_device_node, match.device_prefix_len)
-        except (kv_files.KVFileError, OSError) as error:
+        except kv_files.KVFileError as error:
             logger.warning("prefilling %s: %s", req.rid, error)
         path.unlink(missing_ok=True)
 
     def _read(self, path: Path, key: Any, node: Any, num_cached: int) -> None:
         """Add the KV of a file to the prefix cache, which has the first `num_cached` tokens up to `node`.
 
-        Raises KVFileError, OSError.
+        Raises KVFileError.
         """
         lock, slots = self.tree_cache.lock(node), None
         try:
             slots = self._allocate(len(key) - num_cached)
             if self.enable_overlap:  # a step that has ended for the scheduler may still write to these slots
                 self.schedule_stream.wait_stream(self.forward_stream)
-            origin = self._origin_of(key.extra_key)
-            kv_files.read_blocks(path, origin, self._layers, slots.tolist(), num_cached)
+            read = functools.partial(kv_files.read_blocks, path, self._origin_of(key.extra_key), self._layers)
+            blocks = slots.tolist()
+            self._by_all_workers(lambda: read(blocks, num_cached))
             value = torch.cat([self.tree_cache.path_device_indices(node), slots])
             # The cache would free what it has already, but for the first `prev_prefix_len` slots.
             insert = InsertParams(key=key, value=value, prev_prefix_len=num_cached)
@@ -447,16 +460,41 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         return kv_files.KVOrigin(self.weight_digests.get(label.removesuffix(KEEP), ""), self._layout)
 
     def _kv_layout(self) -> tuple[str, ...]:
-        """See `KVOrigin`. Empty if the layers do not have KV of all tokens in one shape."""
+        """See `KVOrigin`. Empty if the layers do not have KV of all tokens in one shape, or if a worker does
+        not have a part of every request and layer (data parallel attention, pipelines).
+        """
         cache = self.tree_cache
+        if not self.world_group.world_size == self.attn_tp_group.world_size == self.tp_size:
+            return ()
         if cache.supports_swa() or cache.supports_mamba() or not cache.supports_prefix_sharing():
             return ()
         kinds = {(str(layer.dtype), *map(str, layer.shape[1:])) for layer in self._layers}
         if len(kinds) != 1:
             return ()
-        sizes = (len(self._layers), self.page_size)
+        sizes = (self.tp_size, len(self._layers), self.page_size)
         device = self._layers[0].device.type
         return (f"sglang {sglang.__version__}", device, *map(str, sizes), *kinds.pop())
+
+    # Workers that divide the model.
+
+    def of_all_workers(self, value: Any) -> list[Any]:
+        """The value of each worker, in each of them."""
+        return [value] if self.tp_size == 1 else self.tp_group.all_gather_object(value)
+
+    def _by_all_workers(self, act: Callable[[], Any]) -> Any:
+        """Do this worker's part. Raises KVFileError in each worker if one of them failed."""
+        result, failure = None, ""
+        try:
+            result = act()
+        except (kv_files.KVFileError, OSError) as error:
+            failure = str(error)
+        if failures := [*filter(None, self.of_all_workers(failure))]:
+            raise kv_files.KVFileError("; ".join(failures))
+        return result
+
+    def _decided_by_first(self, decide: Callable[[], Any]) -> Any:
+        """What the first worker finds: a moment later another one might find something else."""
+        return self.tp_group.broadcast_object(decide() if self.tp_group.rank_in_group == 0 else None)
 
 
 def list_versions(accept: Callable[..., None]) -> Callable[..., None]:
