@@ -193,12 +193,14 @@ class WorkerGroup:
         self._barrier, self._values = Barrier(size, timeout=20.0), [None] * size
 
     def member(self, rank: int) -> SimpleNamespace:
-        gather = partial(self._gather, rank)
+        gather, ranks = partial(self._gather, rank), [*range(len(self._values))]
         return SimpleNamespace(
-            world_size=len(self._values),
+            world_size=len(ranks),
             rank_in_group=rank,
+            rank=rank,
+            ranks=ranks,
             all_gather_object=gather,
-            broadcast_object=lambda value: gather(value)[0],
+            cpu_group=gather,
         )
 
     def _gather(self, rank: int, value: Any) -> list[Any]:
@@ -219,6 +221,9 @@ class Scheduler:
         slots: list[Any],
         tp_group: Any = None,
         num_stages: int = 1,
+        num_attention_groups: int = 1,
+        dcp_size: int = 1,
+        nnodes: int = 1,
         page_size: int = 1,
         enable_overlap: bool = False,
         graph: object | None = None,
@@ -229,8 +234,10 @@ class Scheduler:
         self.waiting_queue: list[Req] = []
         self.running_batch, self.last_batch = Batch([]), None
         self.chunked_req, self.tp_group = None, tp_group or WorkerGroup(1).member(0)
-        self.attn_tp_group, self.tp_size = self.tp_group, self.tp_group.world_size
+        self.tp_size = self.tp_group.world_size
+        self.attn_tp_group = SimpleNamespace(world_size=self.tp_size // num_attention_groups)
         self.world_group = SimpleNamespace(world_size=self.tp_size * num_stages)
+        self.server_args = SimpleNamespace(dcp_size=dcp_size, nnodes=nnodes)
         runner = SimpleNamespace(dora_slots=slots, model=None, decode_cuda_graph_runner=graph)
         self.tp_worker = SimpleNamespace(model_runner=runner)
         self.token_to_kv_pool_allocator = Allocator()
@@ -330,6 +337,10 @@ class RadixKey:
         return len(self.token_ids)
 
 
+def broadcast_pyobj(names: list[str], rank: int, group: Callable[[Any], list[Any]], src: int) -> list[str]:
+    return list(group(names)[src])
+
+
 def retract_all(reqs: list[Req], req_to_token_pool: set[Req], **pools: Any) -> None:
     for req in reqs:
         req_to_token_pool.remove(req)
@@ -360,6 +371,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "sglang.srt.managers.scheduler": {"Scheduler": Scheduler},
         "sglang.srt.mem_cache.base_prefix_cache": prefix_cache,
         "sglang.srt.sampling.sampling_batch_info": {"SamplingBatchInfo": SamplingInfo},
+        "sglang.srt.utils": {"broadcast_pyobj": broadcast_pyobj},
         "sglang.srt.utils.weight_versions": {
             "WeightVersionSpan": params,
             "compute_weight_version_spans": None,
@@ -821,12 +833,9 @@ def test_each_worker_of_a_server_moves_its_part(make: Make, tmp_path: Path) -> N
         assert kv_of(worker, [1, 2, 3, 4, 5, 6]) == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-@pytest.mark.parametrize("change", [damage, Path.unlink])
-def test_all_workers_prefill_if_one_cannot_import(
-    make: Make, tmp_path: Path, change: Callable[[Path], None]
-) -> None:
+def test_all_workers_prefill_if_one_cannot_import(make: Make, tmp_path: Path) -> None:
     """Their prefix caches must stay alike."""
-    for worker in move_between_servers_of_two_workers(make, tmp_path / "r", change):
+    for worker in move_between_servers_of_two_workers(make, tmp_path / "r", damage):
         assert kv_of(worker, [1, 2, 3, 4, 5, 6]) == []
         assert worker.token_to_kv_pool_allocator.available_size() == POOL_SIZE
 
@@ -841,23 +850,50 @@ def test_no_kv_is_exported_if_one_worker_cannot_write(make: Make, tmp_path: Path
 
 
 def test_workers_that_read_different_weights_have_loaded_none(make: Make, module: Any) -> None:
-    def update(manager: Any, request: Any) -> SimpleNamespace:
-        rank = manager.scheduler.tp_group.rank_in_group
-        return params(success=True, message=f"{module.DIGEST_PREFIX}f0{rank}.")
+    def load(results: list[tuple[bool, str]], workers: list[Any]) -> list[tuple[bool, str]]:
+        def update(manager: Any, request: Any) -> SimpleNamespace:
+            is_done, message = results[manager.scheduler.tp_group.rank_in_group]
+            return params(
+                success=is_done, message=f"{module.DIGEST_PREFIX}{message}." if is_done else message
+            )
 
-    load = module.load_into_slot(update)
-    request = SimpleNamespace(weight_version="c", manifest={module.LOADED_KEY: ["a"]})
+        load = module.load_into_slot(update)
+        request = SimpleNamespace(weight_version="c", manifest={module.LOADED_KEY: ["a"]})
+        outputs = in_both(lambda worker: load(SimpleNamespace(scheduler=worker), request), workers)
+        return [(output.success, output.message) for output in outputs]
+
     workers = of_two_workers(make, "a", "b")
-    outputs = in_both(lambda worker: load(SimpleNamespace(scheduler=worker), request), workers)
-    assert [(output.success, "f00" in output.message) for output in outputs] == [(False, True)] * 2
+    different = "the workers have read different weights: ['f00', 'f01']"
+    assert load([(True, "f00"), (True, "f01")], workers) == [(False, different)] * 2
+    assert load([(True, "f00"), (False, "no such file")], workers) == [(False, "no such file")] * 2
     assert [slot.version for worker in workers for slot in worker._slots] == ["a", ""] * 2
+    assert [is_done for is_done, _ in load([(True, "f00")] * 2, workers)] == [True, True]
+    assert [slot.version for worker in workers for slot in worker._slots] == ["a", "c"] * 2
 
 
 def test_the_internal_state_describes_slots_and_kv(make: Make) -> None:
-    """Stages of a pipeline move no KV: none of them has all layers."""
     state = make("a", "b").get_internal_state(None).internal_state["dora"]
     assert state["version_slots"] == 2
     assert state["kv_layout"] == ["sglang 0.5.23", "cpu", "1", "2", "1", "torch.float32", "1", "2"]
     (state, _) = [worker.get_internal_state(None).internal_state for worker in of_two_workers(make, "a")]
     assert (state["dora"]["kv_layout"][2], state["dora"]["kv_workers"]) == ("2", 2)
-    assert make("a", num_stages=2).get_internal_state(None).internal_state["dora"]["kv_layout"] == []
+
+
+@pytest.mark.parametrize(
+    "divided",
+    [{"num_stages": 2}, {"num_attention_groups": 2}, {"dcp_size": 2}, {"nnodes": 2}],
+    ids=["pipeline", "data parallel attention", "context parallel", "machines"],
+)
+def test_servers_divided_in_other_ways_move_no_kv(make: Make, divided: dict[str, int]) -> None:
+    """A worker lacks layers, requests or tokens, or the folder."""
+    worker = make("a", tp_group=WorkerGroup(2).member(0), **divided)
+    state = worker.get_internal_state(None).internal_state["dora"]
+    assert (state["kv_layout"], state["kv_workers"]) == ([], 1)
+    assert worker.of_all_workers("alone") == ["alone"]
+
+
+def test_a_request_shorter_than_a_page_has_no_kv_to_move(make: Make, tmp_path: Path) -> None:
+    scheduler = make("a", page_size=64)
+    scheduler._cache = lambda request: None  # whole pages only
+    export(scheduler, tmp_path / "r")
+    assert [*(tmp_path / "r").iterdir()] == []

@@ -17,7 +17,6 @@ worker decides for all what is ordered, and KV is exported or imported only if e
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import os
 from array import array
@@ -63,6 +62,7 @@ from sglang.srt.model_executor.model_runner_components.load_model_utils import (
 from sglang.srt.sampling.sampling_batch_info import (  # type: ignore[import-not-found]
     SamplingBatchInfo,
 )
+from sglang.srt.utils import broadcast_pyobj  # type: ignore[import-not-found]
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -118,12 +118,14 @@ def load_into_slot(update: Callable[[Any, Any], Any]) -> Callable[[Any, Any], An
             )
         scheduler.runner.model = slot.model
         output = update(manager, request)
-        digest = output.message.partition(DIGEST_PREFIX)[2].partition(".")[0] if output.success else ""
-        if len({*(digests := scheduler.of_all_workers(digest))}) > 1:
-            message = f"the workers have read different weights: {digests}"
-            return UpdateWeightFromDiskReqOutput(success=False, message=message)
-        if output.success:
-            slot.version, scheduler.weight_digests[label] = label, digest
+        digest = output.message.partition(DIGEST_PREFIX)[2].partition(".")[0]
+        results = scheduler.of_all_workers((output.success, digest if output.success else output.message))
+        failures = [message for is_done, message in results if not is_done]
+        if not failures and len({*results}) > 1:
+            failures = [f"the workers have read different weights: {[digest for _, digest in results]}"]
+        if failures:
+            return UpdateWeightFromDiskReqOutput(success=False, message="; ".join(failures))
+        slot.version, scheduler.weight_digests[label] = label, digest
         return output
 
     return update_slot
@@ -149,6 +151,7 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         self._slots: list[Slot] = self.runner.dora_slots
         if len(self._slots) > 1:
             self._check_steps_use_the_model()
+        self._num_workers = self._count_workers()
         self._layers = kv_layers(self.token_to_kv_pool_allocator.get_kvcache())
         self._layout = self._kv_layout()
 
@@ -158,7 +161,7 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
             "protocol": PROTOCOL,
             "version_slots": len(self._slots),
             "kv_layout": list(self._layout),
-            "kv_workers": self.tp_size,
+            "kv_workers": self._num_workers,
         }
         return output
 
@@ -373,7 +376,7 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         """
         if not (exportable := self._orders.exportable()):
             return
-        ordered = self._decided_by_first(lambda: {request.rid for request in self._orders.ordered()})
+        ordered = self._named_by_first(lambda: [request.rid for request in self._orders.ordered()])
         for request in exportable:
             if request.rid in ordered:
                 sampling = request.sampling_params
@@ -383,9 +386,13 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         super().process_batch_result(batch, result)
         for req in batch.reqs:
             if req.finished() and (folder := self._forget(req)) is not None:
-                is_ordered = kv_files.part_folder(folder).is_dir
-                if isinstance(req.finished_reason, FINISH_LENGTH) and self._decided_by_first(is_ordered):
+                may_be_ordered = self._layout and isinstance(req.finished_reason, FINISH_LENGTH)
+                if may_be_ordered and self._is_ordered(folder):
                     self._export(req, folder)
+
+    def _is_ordered(self, folder: Path) -> bool:
+        part = kv_files.part_folder(folder)
+        return bool(self._named_by_first(lambda: [part.name] if part.is_dir() else []))
 
     def _export(self, req: Any, folder: Path) -> None:
         """Write the KV of a finished request, which is in the prefix cache now, and publish the folder.
@@ -397,10 +404,9 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         match = self._match(_key(tokens, req.extra_key))  # nothing if its KV is of two versions
         slots = self.tree_cache.path_device_indices(match.last_device_node).tolist()
         try:
-            if len(tokens) - len(slots) < self.page_size:  # the cache has whole pages only
+            if slots and len(tokens) - len(slots) < self.page_size:  # the cache has whole pages only
                 origin, path = self._origin_of(req.extra_key), kv_files.worker_file(part, rank)
-                write = functools.partial(kv_files.write_blocks, path, origin, self._layers, slots)
-                self._by_all_workers(lambda: write(len(tokens)))
+                self._by_all_workers(kv_files.write_blocks, path, origin, self._layers, slots, len(tokens))
             if rank == 0:
                 part.rename(folder)
         except (kv_files.KVFileError, OSError) as error:
@@ -411,7 +417,7 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         """Put the KV of all tokens but the last into the prefix cache. Without it they are prefilled."""
         path = kv_files.worker_file(folder, self.tp_group.rank_in_group)
         try:
-            headers = self._by_all_workers(lambda: kv_files.read_headers(folder, self.tp_size))
+            headers = self._by_all_workers(kv_files.read_headers, folder, self._num_workers)
             num_tokens = min(len(req.origin_input_ids) - 1, *(header.num_blocks for header in headers))
             key = _key(req.origin_input_ids[: num_tokens - num_tokens % self.page_size], req.extra_key)
             match = self._match(key)
@@ -431,9 +437,8 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
             slots = self._allocate(len(key) - num_cached)
             if self.enable_overlap:  # a step that has ended for the scheduler may still write to these slots
                 self.schedule_stream.wait_stream(self.forward_stream)
-            read = functools.partial(kv_files.read_blocks, path, self._origin_of(key.extra_key), self._layers)
-            blocks = slots.tolist()
-            self._by_all_workers(lambda: read(blocks, num_cached))
+            origin, blocks = self._origin_of(key.extra_key), slots.tolist()
+            self._by_all_workers(kv_files.read_blocks, path, origin, self._layers, blocks, num_cached)
             value = torch.cat([self.tree_cache.path_device_indices(node), slots])
             # The cache would free what it has already, but for the first `prev_prefix_len` slots.
             insert = InsertParams(key=key, value=value, prev_prefix_len=num_cached)
@@ -460,41 +465,54 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         return kv_files.KVOrigin(self.weight_digests.get(label.removesuffix(KEEP), ""), self._layout)
 
     def _kv_layout(self) -> tuple[str, ...]:
-        """See `KVOrigin`. Empty if the layers do not have KV of all tokens in one shape, or if a worker does
-        not have a part of every request and layer (data parallel attention, pipelines).
+        """See `KVOrigin`. Empty if the layers do not have KV of all tokens in one shape, or if the server is
+        divided in another way than by tensor parallelism.
         """
         cache = self.tree_cache
-        if not self.world_group.world_size == self.attn_tp_group.world_size == self.tp_size:
+        if self._num_workers != self.world_group.world_size:
             return ()
         if cache.supports_swa() or cache.supports_mamba() or not cache.supports_prefix_sharing():
             return ()
         kinds = {(str(layer.dtype), *map(str, layer.shape[1:])) for layer in self._layers}
         if len(kinds) != 1:
             return ()
-        sizes = (self.tp_size, len(self._layers), self.page_size)
+        sizes = (self._num_workers, len(self._layers), self.page_size)
         device = self._layers[0].device.type
         return (f"sglang {sglang.__version__}", device, *map(str, sizes), *kinds.pop())
 
     # Workers that divide the model.
 
+    def _count_workers(self) -> int:
+        """Of this machine, each with a part of every layer and of the KV of every token.
+
+        1 if the server is divided in other ways, too: by pipelines, data or context parallelism, or machines.
+        """
+        arguments, size = self.server_args, self.tp_size
+        sizes = (self.world_group.world_size, self.attn_tp_group.world_size)
+        return size if (*sizes, arguments.dcp_size, arguments.nnodes) == (size, size, 1, 1) else 1
+
     def of_all_workers(self, value: Any) -> list[Any]:
         """The value of each worker, in each of them."""
-        return [value] if self.tp_size == 1 else self.tp_group.all_gather_object(value)
+        return [value] if self._num_workers == 1 else self.tp_group.all_gather_object(value)
 
-    def _by_all_workers(self, act: Callable[[], Any]) -> Any:
+    def _by_all_workers(self, act: Callable[..., Any], *arguments: Any) -> Any:
         """Do this worker's part. Raises KVFileError in each worker if one of them failed."""
         result, failure = None, ""
         try:
-            result = act()
-        except (kv_files.KVFileError, OSError) as error:
+            result = act(*arguments)
+        except (kv_files.KVFileError, OSError, torch.OutOfMemoryError) as error:
             failure = str(error)
         if failures := [*filter(None, self.of_all_workers(failure))]:
             raise kv_files.KVFileError("; ".join(failures))
         return result
 
-    def _decided_by_first(self, decide: Callable[[], Any]) -> Any:
+    def _named_by_first(self, find: Callable[[], list[str]]) -> list[str]:
         """What the first worker finds: a moment later another one might find something else."""
-        return self.tp_group.broadcast_object(decide() if self.tp_group.rank_in_group == 0 else None)
+        if self._num_workers == 1:
+            return find()
+        group = self.tp_group
+        names = find() if group.rank_in_group == 0 else []
+        return list(broadcast_pyobj(names, group.rank, group.cpu_group, src=group.ranks[0]))
 
 
 def list_versions(accept: Callable[..., None]) -> Callable[..., None]:
