@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ class ForkedCommand:
         self._out, out = _reading_pipe()
         self._err, err = _reading_pipe()
         self._status, status = socket.socketpair()
+        weakref.finalize(self, self._status.close)  # a failed test does not wait for its command
         request = json.dumps({"arguments": list(arguments), "env": dict(env), "cwd": os.getcwd()}).encode()
         fds = [out if stdout is None else stdout, err, status.detach()]
         socket.send_fds(_start_server().requests, [request + b"\n"], fds)
