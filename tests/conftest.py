@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,7 @@ settings.load_profile("dora")
 
 TESTS = Path(__file__).parent
 LONGEST = ["test_gpu_script.py", "runs/test_ray.py", "contract/test_executor.py", "test_wheel.py"]
+HAS_FAILED = pytest.StashKey[bool]()  # some test, since the last one began
 WITH_PROCESSES = {TESTS / name for name in ("contract", "runs", "service")}
 
 
@@ -36,6 +40,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if WITH_PROCESSES.intersection(item.path.parents):
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    item.config.stash[HAS_FAILED] = item.config.stash.get(HAS_FAILED, False) or call.excinfo is not None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Free what a failed test has left open: its traceback keeps it, and a later test would be blamed."""
+    if item.config.stash.get(HAS_FAILED, False):
+        item.config.stash[HAS_FAILED] = False
+        for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+            vars(sys).pop(name, None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
 
 
 def _position(item: pytest.Item) -> int:
