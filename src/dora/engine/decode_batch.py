@@ -271,6 +271,7 @@ class KVCache:
         self, batch: DecodeBatch, block_tables: Tensor, kv: Tensor, num_steps_ahead: int = 0
     ) -> None:
         self._batch, self._block_tables, self._kv = batch, block_tables, kv
+        self._tables_on_cpu = None if block_tables.is_cuda else block_tables.numpy()
         self._num_steps_ahead = num_steps_ahead
         self._capacities = np.zeros(len(block_tables), np.int64)  # tokens that the blocks of a row hold
         self._checked_rows = batch.active
@@ -289,10 +290,13 @@ class KVCache:
 
     def update_block_table(self, sequence: Sequence) -> None:
         """Copy the block table of a sequence that has grown to the device."""
-        # Torch reuses pinned memory only after the copy from it has finished.
-        blocks = torch.tensor(sequence.block_table, dtype=torch.int64, pin_memory=self._block_tables.is_cuda)
-        self._block_tables[sequence.row, : len(blocks)].copy_(blocks, non_blocking=True)
-        self._capacities[sequence.row] = len(sequence.block_table) * BLOCK_SIZE
+        row, num_blocks = sequence.row, len(sequence.block_table)
+        if self._tables_on_cpu is not None:
+            self._tables_on_cpu[row, :num_blocks] = sequence.block_table
+        else:  # torch reuses pinned memory only after the copy from it has finished
+            blocks = torch.tensor(sequence.block_table, dtype=torch.int64, pin_memory=True)
+            self._block_tables[row, :num_blocks].copy_(blocks, non_blocking=True)
+        self._capacities[row] = num_blocks * BLOCK_SIZE
 
     def rows_to_grow(self) -> list[int]:
         """The indices of the active rows that need another block. Call it exactly once per step."""

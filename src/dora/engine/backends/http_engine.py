@@ -62,6 +62,7 @@ from dora.weights.version_file import read_header
 STEP_WAIT_S = 0.02  # the longest that a step waits for the server
 MIGRATING_WAIT_S = 0.001  # the same while requests migrate, which pause meanwhile
 IMPORT_TIMEOUT_S = 30.0  # the longest that a server may take to the first token after the KV that it imports
+LOAD_PART_BYTES = 2**28  # loaded between two steps of a server that generates for other versions
 LOAD_CHECK_S = 1.0  # between two checks that a server which loads still responds
 # Tokens of a response that a server sends at once. Each event costs time, and after a stop string, which only
 # the engine sees, the server generates until the next event in vain.
@@ -151,7 +152,6 @@ class HttpEngine(ABC):
     server_kind: ClassVar[ServerKind]
     capabilities: ClassVar[Capabilities]
     kernels: str
-    stops_to_load = False  # the server generates nothing while it loads a version
     num_slots = 1  # versions that the server can hold
     _is_multi_version = False  # the server has several slots, however many of them this engine may use
 
@@ -207,6 +207,10 @@ class HttpEngine(ABC):
         """Load a version's file into the server under the name `label`. Returns the digest of what it has
         read.
         """
+
+    def _num_parts(self, path: Path) -> int:
+        """In how many parts to load a file. Several versions take turns between two of them."""
+        return math.ceil(path.stat().st_size / LOAD_PART_BYTES) if self._is_multi_version else 1
 
     def _send_weights(self, label: str, source: Tensor) -> str:
         """As `_send_file`, of weights that are in no file."""
@@ -466,13 +470,12 @@ class HttpEngine(ABC):
         self.server.check_alive()
         self._start_waiting()
         self._restart_stuck_imports(began_s)
-        is_stopped = self.stops_to_load and self._loading is not None and not self._loading.done()
-        if self._is_decode_only_due and not is_stopped:
+        if self._is_decode_only_due:
             self._update_decode_only()
         num_streams = sum(running.is_generating for running in self._running.values())
         self._handle_events(num_streams, MIGRATING_WAIT_S if self.num_migrations else STEP_WAIT_S)
         self.busy_row_s += num_streams * (time.monotonic() - began_s)
-        if num_streams and not is_stopped and began_s - self._last_event_s > self._silence_s:
+        if num_streams and began_s - self._last_event_s > self._silence_s:
             raise RunError(
                 f"{self.server} has {num_streams} requests and has sent nothing for silence_s = "
                 f"{self._silence_s:g} s"

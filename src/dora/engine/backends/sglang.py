@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -43,10 +42,10 @@ from dora.engine.backends.server_plugins.dora_sglang import (
     DIGEST_PREFIX,
     KEEP,
     LOADED_KEY,
+    PART_KEY,
     PROTOCOL,
     SLOTS_VARIABLE,
     TOKEN_VARIABLE,
-    WEIGHTS_FILE,
 )
 from dora.engine.interface import Capabilities
 from dora.engine.request import EngineError
@@ -75,7 +74,6 @@ class Sglang(HttpEngine):
     """An SGLang server, with DORA-RL's scheduler."""
 
     server_kind = SGLANG
-    stops_to_load = True
     capabilities = Capabilities(
         max_versions=None,
         decode_only=2,
@@ -168,11 +166,11 @@ class Sglang(HttpEngine):
         return super()._start_load(version, send)
 
     def _send_file(self, label: str, path: Path) -> str:
-        """SGLang loads all files of a folder, so this one gets a folder with a link to it."""
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / WEIGHTS_FILE).symlink_to(path.absolute())
-            call: dict[str, Any] = {"model_path": folder, "weight_version": label}
-            call |= {"manifest": {LOADED_KEY: self._loaded}, "flush_cache": not self._is_multi_version}
+        call: dict[str, Any] = {"model_path": str(path.absolute()), "weight_version": label}
+        call["flush_cache"] = not self._is_multi_version
+        message, num_parts = "", self._num_parts(path)
+        for part in range(num_parts):
+            call["manifest"] = {LOADED_KEY: self._loaded, PART_KEY: [part, num_parts]}
             message = self.server.call("/update_weights_from_disk", call, LOAD_TIMEOUT_S)["message"]
         if (digest := re.search(rf"{DIGEST_PREFIX}([0-9a-f]{{32}})", message)) is None:
             raise EngineError(

@@ -96,7 +96,6 @@ ENVIRONMENT = {
 # weight transfer. Others are backends of that: `file` reads the file as well; `ipc` and `nccl` are vLLM's,
 # from a process with a copy of the version on a GPU.
 WEIGHT_TRANSFERS = ("reload", "file", "ipc", "nccl")
-LOAD_PART_BYTES = 2**28  # loaded between two steps of a server that generates for other versions
 SLOT_FLAGS = (
     *("--worker-cls", "dora_vllm_versions.VersionsWorker"),
     *("--scheduler-cls", "dora_vllm_versions.VersionScheduler"),
@@ -267,7 +266,7 @@ class Vllm(HttpEngine):
     def _load_at_workers(self, label: str, path: Path) -> list[str]:
         """The digests of what they have read."""
         if self._is_multi_version:
-            digests, num_parts = list[str](), math.ceil(path.stat().st_size / LOAD_PART_BYTES)
+            digests, num_parts = list[str](), self._num_parts(path)
             for part in range(num_parts):
                 digests = self._call_workers("dora_load_part", label, str(path), part, num_parts)
             return digests

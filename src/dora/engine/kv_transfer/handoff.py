@@ -22,16 +22,17 @@ import zlib
 from collections import defaultdict
 from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dora.core.types import Chunk
 from dora.engine.block_manager import num_blocks_for
 from dora.engine.decode_batch import NUM_LOGPROBS, PartialOutput
 from dora.engine.request import Request
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 _CHECKSUM_BYTES = 4
 _FILE_NAME = "migrations"
 # Words of a slot. After them the numbers of the published blocks, then the snapshot.
@@ -101,6 +102,18 @@ class RequestSnapshot(NamedTuple):
     stopped_at_s: float
     exported_kv: ExportedKV | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle arrays as bytes, which costs a fifth."""
+        output = self.output
+        columns = (
+            np.asarray(output.token_ids, np.int64).tobytes(),
+            np.asarray(output.logprobs, np.float32).tobytes(),
+            self.blocks.tobytes(),
+            self.checksums.tobytes(),
+        )
+        request = (self.request, output.chunks, self.num_computed)
+        return _unpickle_snapshot, (self.format, columns, *request, self.stopped_at_s, self.exported_kv)
+
     def check(self, own_format: KVFormat, request: Request) -> None:
         """Raises TransferError if the destination cannot resume `request` from this snapshot."""
         self.format.check_compatible(own_format)
@@ -115,6 +128,21 @@ class RequestSnapshot(NamedTuple):
             and len(self.blocks) == len(self.checksums)
         ):
             raise TransferError("the snapshot is inconsistent")
+
+
+def _unpickle_snapshot(
+    kv_format: KVFormat,
+    columns: tuple[bytes, bytes, bytes, bytes],
+    request: Request,
+    chunks: tuple[Chunk, ...],
+    num_computed: int,
+    *others: Any,
+) -> RequestSnapshot:
+    token_ids, blocks = np.frombuffer(columns[0], np.int64), np.frombuffer(columns[2], np.int64)
+    logprobs = np.frombuffer(columns[1], np.float32).reshape(-1, NUM_LOGPROBS)
+    output = PartialOutput(token_ids, logprobs, chunks)
+    checksums = np.frombuffer(columns[3], np.uint64)
+    return RequestSnapshot(kv_format, request, output, num_computed, blocks, checksums, *others)
 
 
 class HandoffState(IntEnum):
@@ -345,4 +373,4 @@ def _load(exported: bytes) -> RequestSnapshot:
 
 
 def _checksum(content: bytes) -> bytes:
-    return zlib.crc32(content).to_bytes(_CHECKSUM_BYTES, "little")
+    return zlib.adler32(content).to_bytes(_CHECKSUM_BYTES, "little")

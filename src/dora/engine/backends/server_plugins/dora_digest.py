@@ -1,4 +1,4 @@
-"""The digest of a version, by the process of a server that reads its file or receives its tensors.
+"""The digest and the tensors of a version, for the process of a server that reads its file or receives it.
 
 That process has no package `dora`, so the file `dora/model/digest.py` is loaded by its path.
 """
@@ -6,6 +6,7 @@ That process has no package `dora`, so the file `dora/model/digest.py` is loaded
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -40,6 +41,16 @@ def safetensors_digest(path: str) -> str:
     begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
     digest: str = _digest.bytes_digest(content[begin:])
     return digest
+
+
+def read_part(path: str, part: int, num_parts: int) -> Iterator[tuple[str, Any]]:
+    """The tensors of one of `num_parts` parts of a safetensors file, with their names."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as stored:
+        names = stored.offset_keys()
+        for name in names[len(names) * part // num_parts : len(names) * (part + 1) // num_parts]:
+            yield name, stored.get_tensor(name)
 
 
 class StreamDigest:

@@ -10,40 +10,21 @@ multiprocessing imports the main module in every process that the server starts,
 
 from __future__ import annotations
 
-import functools
 import os
 import runpy
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 TOKEN_VARIABLE = "DORA_SGLANG_TOKEN"
 SLOTS_VARIABLE = "DORA_SGLANG_VERSION_SLOTS"
 SLOTS_FLAGS = ("--disable-overlap-schedule", "--disable-cuda-graph")  # a graph is of one model
-LOADED_KEY = "dora_loaded"  # in the manifest of a load: labels of the versions that stay
+# In the manifest of a load.
+LOADED_KEY = "dora_loaded"  # labels of the versions that stay
+PART_KEY = "dora_part"  # number of a part of the file, and how many there are
 DECODE_ONLY, CONTINUE_WITH = "dora_decode_only", "dora_continue_with"  # calls of `/set_internal_state`
 KEEP = "#keep"  # at the end of a request's `extra_key`: it keeps its version
-PROTOCOL = 3  # of the calls, and of the events of responses
-DIGEST_PREFIX = "DORA's digest: "  # before 32 hex digits in the message of an update
-WEIGHTS_FILE = "model.safetensors"
-
-UpdateFromDisk = Callable[..., tuple[bool, str]]
-
-
-def with_digest(update: UpdateFromDisk, digest_of: Callable[[str], str]) -> UpdateFromDisk:
-    """SGLang's update of the weights from a folder, with the digest of the file in its message."""
-
-    @functools.wraps(update)
-    def update_with_digest(
-        self: object, model_path: str, *args: object, **kwargs: object
-    ) -> tuple[bool, str]:
-        is_done, message = update(self, model_path, *args, **kwargs)
-        if is_done:
-            message = f"{message} {DIGEST_PREFIX}{digest_of(str(Path(model_path) / WEIGHTS_FILE))}."
-        return is_done, message
-
-    return update_with_digest
+PROTOCOL = 4  # of the calls, and of the events of responses
+DIGEST_PREFIX = "DORA's digest: "  # before 32 hex digits in the message of a load's last part
 
 
 def with_auth_token(arguments: list[str]) -> list[str]:
@@ -79,7 +60,6 @@ def load_during_generation() -> None:
 
 def patch_scheduler() -> None:
     """In a process that the server has started."""
-    import dora_digest  # type: ignore[import-not-found]
     import dora_sglang_scheduler as own  # type: ignore[import-not-found]
     from sglang.srt.configs.model_config import ModelConfig  # type: ignore[import-not-found]
     from sglang.srt.managers import scheduler  # type: ignore[import-not-found]
@@ -88,14 +68,8 @@ def patch_scheduler() -> None:
         weight_updater,
     )
     from sglang.srt.model_executor.model_runner import ModelRunner  # type: ignore[import-not-found]
-    from sglang.srt.model_executor.model_runner_components.weight_updater import (  # type: ignore[import-not-found]
-        WeightUpdater,
-    )
 
-    update = WeightUpdater.update_weights_from_disk
-    WeightUpdater.update_weights_from_disk = with_digest(update, dora_digest.safetensors_digest)
-    manager = weight_updater.SchedulerWeightUpdaterManager
-    manager.update_weights_from_disk = own.load_into_slot(manager.update_weights_from_disk)
+    weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk = own.load_part
     ModelRunner.load_model = own.load_slots(ModelRunner.load_model)
     events = output_streamer._GenerationStreamAccumulator
     events.accept = own.list_versions(events.accept)

@@ -22,10 +22,12 @@ import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import dora_digest  # type: ignore[import-not-found]
 import dora_kv_files as kv_files  # type: ignore[import-not-found]
 import sglang  # type: ignore[import-not-found]
 import torch
@@ -35,6 +37,7 @@ from dora_sglang import (  # type: ignore[import-not-found]
     DIGEST_PREFIX,
     KEEP,
     LOADED_KEY,
+    PART_KEY,
     PROTOCOL,
     SLOTS_VARIABLE,
 )
@@ -59,6 +62,11 @@ from sglang.srt.mem_cache.radix_cache import RadixKey  # type: ignore[import-not
 from sglang.srt.model_executor.model_runner_components.load_model_utils import (  # type: ignore[import-not-found]
     load_model_with_memory_saver,
 )
+from sglang.srt.model_executor.model_runner_components.weight_updater import (  # type: ignore[import-not-found]
+    _unsupported_derived_weight_cache_error,
+)
+from sglang.srt.model_loader.loader import DefaultModelLoader  # type: ignore[import-not-found]
+from sglang.srt.model_loader.utils import set_default_torch_dtype  # type: ignore[import-not-found]
 from sglang.srt.sampling.sampling_batch_info import (  # type: ignore[import-not-found]
     SamplingBatchInfo,
 )
@@ -102,33 +110,19 @@ def load_slots(load_model: Callable[[Any], None]) -> Callable[[Any], None]:
     return load_model_of_each_slot
 
 
-def load_into_slot(update: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """SGLang's `update_weights_from_disk` of a scheduler's weight updater, for a free slot.
+def load_part(manager: Any, request: Any) -> Any:
+    """Load a part of a version's file, in place of SGLang's own `update_weights_from_disk`.
 
-    Of the loaded versions, only those in the request's manifest stay. A load fails if there is no free slot,
-    or if not all workers have read the same bytes.
+    The message has the digest of the file's data with the last part. SGLang takes steps between two parts.
     """
-
-    def update_slot(manager: Any, request: Any) -> Any:
-        scheduler, label = manager.scheduler, request.weight_version
-        slot = scheduler.free_slot((request.manifest or {}).get(LOADED_KEY, ()))
-        if slot is None:
-            return UpdateWeightFromDiskReqOutput(
-                success=False, message="requests use the weights in all slots"
-            )
-        scheduler.runner.model = slot.model
-        output = update(manager, request)
-        digest = output.message.partition(DIGEST_PREFIX)[2].partition(".")[0]
-        results = scheduler.of_all_workers((output.success, digest if output.success else output.message))
-        failures = [message for is_done, message in results if not is_done]
-        if not failures and len({*results}) > 1:
-            failures = [f"the workers have read different weights: {[digest for _, digest in results]}"]
-        if failures:
-            return UpdateWeightFromDiskReqOutput(success=False, message="; ".join(failures))
-        slot.version, scheduler.weight_digests[label] = label, digest
-        return output
-
-    return update_slot
+    scheduler = manager.scheduler
+    is_done, message = scheduler.load_part(request.weight_version, request.model_path, request.manifest or {})
+    if is_done and message:
+        scheduler.record_weight_version_change(request.weight_version)
+        is_done, message = manager.flush_cache_after_weight_update(
+            request, is_done, f"{DIGEST_PREFIX}{message}."
+        )
+    return UpdateWeightFromDiskReqOutput(success=is_done, message=message)
 
 
 class VersionScheduler(Scheduler):  # type: ignore[misc]
@@ -149,6 +143,9 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.runner = self.tp_worker.model_runner
         self._slots: list[Slot] = self.runner.dora_slots
+        self._device = torch.device(self.runner.device)
+        self._loading: Slot | None = None
+        self._thread, self._digest = ThreadPoolExecutor(1), Future[str]()
         if len(self._slots) > 1:
             self._check_steps_use_the_model()
         self._num_workers = self._count_workers()
@@ -180,6 +177,56 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
             raise RuntimeError(
                 f"several version slots ({SLOTS_VARIABLE}) exclude speculative decoding: remove its flags"
             )
+
+    def load_part(self, label: str, path: str, manifest: dict[str, Any]) -> tuple[bool, str]:
+        """Load one of several parts of a version's file into a free slot.
+
+        Of the loaded versions, only those in the manifest stay. Returns whether all workers have loaded the
+        part, and the digest of the file's data with the last part, which makes the version usable; else "".
+        If a load fails, returns the reason.
+        """
+        digest = failure = ""
+        try:
+            part, num_parts = manifest[PART_KEY]
+            if part == 0:
+                self._start_load(path, manifest[LOADED_KEY])
+            weights = dora_digest.read_part(path, part, num_parts)
+            with set_default_torch_dtype(self.model_config.dtype):
+                DefaultModelLoader.load_weights_only(self._loading.model, weights, self._device)
+            if part + 1 == num_parts:
+                digest = self._digest.result()
+        except Exception as error:  # of the model's own loader
+            failure = f"{type(error).__name__}: {error}"
+        results = self.of_all_workers((digest, failure))
+        failures = [failure for _, failure in results if failure]
+        if not failures and len({*results}) > 1:
+            failures = [f"the workers have read different weights: {[digest for digest, _ in results]}"]
+        slot = self._loading
+        if failures or digest:
+            self._end_load()
+        if digest and not failures:
+            slot.version, self.weight_digests[label] = label, digest
+        return not failures, "; ".join(failures) or digest
+
+    def _start_load(self, path: str, loaded: Container[str]) -> None:
+        """Raises RuntimeError if there is no free slot, or SGLang cannot change this model's weights."""
+        self._end_load()  # one that was given up
+        slot = self.free_slot(loaded)
+        if slot is None:
+            raise RuntimeError("requests use the weights in all slots")
+        self.runner.weight_updater._assert_weight_cache_inactive("a load")
+        if (reason := _unsupported_derived_weight_cache_error(slot.model)) is not None:
+            raise RuntimeError(reason)
+        self._loading, self._digest = slot, self._thread.submit(dora_digest.safetensors_digest, path)
+        with set_default_torch_dtype(self.model_config.dtype):
+            DefaultModelLoader.restore_weights_before_loading(slot.model, self._device)
+
+    def _end_load(self) -> None:
+        """Finish a load, complete or not, so that the next one finds a model as SGLang expects it."""
+        if self._loading is not None:
+            model, self._loading = self._loading.model, None
+            with set_default_torch_dtype(self.model_config.dtype):
+                DefaultModelLoader.postprocess_weights(model, self._device)
 
     def free_slot(self, loaded: Container[str]) -> Slot | None:
         """A slot without one of the `loaded` versions, which no request uses; None if there is none."""

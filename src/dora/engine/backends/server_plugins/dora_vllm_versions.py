@@ -23,7 +23,6 @@ import dora_digest  # type: ignore[import-not-found]
 import torch
 from dora_version_turns import VersionTurns  # type: ignore[import-not-found]
 from dora_vllm import KEEP, WorkerExtension  # type: ignore[import-not-found]
-from safetensors import safe_open
 from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
 from vllm.model_executor.model_loader import get_model  # type: ignore[import-not-found]
 from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not-found]
@@ -108,10 +107,8 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
         slot = self._loading
         assert slot is not None
         try:
-            with safe_open(path, "pt") as stored, set_current_vllm_config(self.vllm_config):
-                names = stored.offset_keys()
-                own = names[len(names) * part // num_parts : len(names) * (part + 1) // num_parts]
-                slot.model.load_weights((name, stored.get_tensor(name)) for name in own)
+            with set_current_vllm_config(self.vllm_config):
+                slot.model.load_weights(dora_digest.read_part(path, part, num_parts))
         except BaseException:
             self._end_load()
             raise
