@@ -43,7 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    item.config.stash[HAS_FAILED] = item.config.stash.get(HAS_FAILED, False) or call.excinfo is not None
+    has_failed = call.excinfo is not None and not call.excinfo.errisinstance(pytest.skip.Exception)
+    item.config.stash[HAS_FAILED] = item.config.stash.get(HAS_FAILED, False) or has_failed
 
 
 @pytest.hookimpl(tryfirst=True)

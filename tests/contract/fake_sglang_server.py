@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from dora.engine.backends.server_plugins.dora_digest import safetensors_digest
-from dora.engine.backends.server_plugins.dora_sglang import PROTOCOL, WEIGHTS_FILE, with_digest
+from tests.contract.fake_server import AUTH_TOKEN, FakeServer, read_recorded, recorded_events
 
-AUTH_TOKEN = "of this server"
-RECORDED = json.loads((Path(__file__).parent / "recorded" / "sglang.json").read_text(encoding="utf-8"))
+from dora.engine.backends.server_plugins.dora_digest import safetensors_digest
+from dora.engine.backends.server_plugins.dora_sglang import DIGEST_PREFIX, PART_KEY, PROTOCOL
+
+RECORDED = read_recorded("sglang")
 LABEL = "dora-0"  # of the weights in the recorded answers
 CALLS = {
     "/v1/models": "GET /v1/models",
@@ -27,18 +27,10 @@ CALLS = {
 }
 
 
-def recorded_events(name: str) -> list[dict[str, Any]]:
-    """The events of a real server's answer."""
-    lines = RECORDED["streams"][name]
-    assert lines[-1] == "data: [DONE]\n"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+class FakeSglangServer(FakeServer):
+    """Answers every request with a recorded answer. `faults` may have:
 
-
-class FakeSglangServer(ThreadingHTTPServer):
-    """Answers every request with the answer that was recorded under `name`.
-
-    The answer "aborted" continues after its first event when the request is aborted. `faults` may have:
-
+    replays: the name of the answer; "aborted" continues after its first event when the request is aborted.
     no_digest: do not report the digest of loaded weights.
     rejected_loads: reject this many loads.
     holds_loads: a `threading.Event` that a load waits for.
@@ -46,27 +38,15 @@ class FakeSglangServer(ThreadingHTTPServer):
     plugins: report this of DORA-RL's plugins.
     """
 
-    daemon_threads = True
-
-    def __init__(self, name: str = "length", version_slots: int = 1, **faults: Any) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.version_slots = version_slots
-        self.name, self.faults, self.label = name, faults, "none"
+    def __init__(self, version_slots: int = 1, **faults: Any) -> None:
+        super().__init__(Handler, version_slots, faults)
+        self.label = "none"
         self.calls: list[tuple[str, dict[str, Any]]] = []  # path and body, in order
-        self.loaded_files: list[Path] = []
         self.is_aborted = threading.Event()
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
-        self._thread.start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
     def close(self) -> None:
         self.is_aborted.set()
-        self.shutdown()
-        self.server_close()
-        self._thread.join()
+        super().close()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -124,25 +104,22 @@ class Handler(BaseHTTPRequestHandler):
             server.faults["rejected_loads"] -= 1
             return self._send_recorded("bad load")
         response = json.loads(RECORDED["answers"]["update_weights_from_disk"]["text"])
-        begin, end = (
-            response["message"].split(" DORA")[0],
-            f"Weight version updated to {body['weight_version']}.",
-        )
-        update = with_digest(
-            lambda self, folder: (Path(folder, WEIGHTS_FILE).is_file(), begin), safetensors_digest
-        )
-        server.loaded_files.append(Path(body["model_path"], WEIGHTS_FILE).resolve())
-        is_done, message = update(None, body["model_path"])
-        server.label = body["weight_version"]
-        message = begin if "no_digest" in server.faults else message
-        self._send(200, json.dumps({**response, "success": is_done, "message": f"{message} {end}"}))
+        path, (part, num_parts) = body["model_path"], body["manifest"][PART_KEY]
+        server.loaded_files.append(path)
+        message = f"Weight version updated to {body['weight_version']}."
+        if part + 1 == num_parts:
+            server.label = body["weight_version"]
+            if "no_digest" not in server.faults:
+                message = f"{DIGEST_PREFIX}{safetensors_digest(path)}. {message}"
+        self._send(200, json.dumps({**response, "message": message}))
 
     def _stream(self) -> None:
         server = self.server
+        name = server.faults.get("replays", "length")
         self.send_response(200)
         self.end_headers()
-        for number, event in enumerate(recorded_events(server.name)):
-            if number == 1 and server.name == "aborted":
+        for number, event in enumerate(recorded_events(RECORDED, name)):
+            if number == 1 and name == "aborted":
                 server.is_aborted.wait()
             # DORA-RL's plugins list the weights in each event. The recorded server listed them in the last.
             num_tokens = event["meta_info"]["completion_tokens"]

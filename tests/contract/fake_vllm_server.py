@@ -15,24 +15,24 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import torch
+from tests.contract.fake_server import AUTH_TOKEN, FakeServer, read_recorded, recorded_events
 
 from dora.engine.backends.server_plugins import dora_kv_files as kv_files
 from dora.engine.backends.server_plugins.dora_digest import safetensors_digest
 from dora.engine.backends.server_plugins.dora_vllm import KEEP, PROTOCOL
 
-AUTH_TOKEN = "of this server"
 KV_LAYOUT = ["of this version", "1"]
 TICKET_SOURCE = {"remote_host": "here"}
 KV = [torch.ones(1, 2)]  # of one layer and block
 ORDER_INTERVAL_S = 0.002
 INTERVAL = 8  # tokens of an event, after the first one
 VOCAB_SIZE = 29
-RECORDED = json.loads((Path(__file__).parent / "recorded" / "vllm.json").read_text(encoding="utf-8"))
+RECORDED = read_recorded("vllm")
 LABEL = "dora-0"  # of the weights in the recorded answers
 CALLS = {
     "/version": "GET /version",
@@ -49,17 +49,10 @@ def recorded_response(call: str) -> Any:
     return json.loads(RECORDED["answers"][call]["text"])
 
 
-def recorded_events(name: str) -> list[Any]:
-    """The events of a real server's answer."""
-    lines = RECORDED["streams"][name]
-    assert lines[-1] == "data: [DONE]\n"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-
 def made_up_events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The longest possible answer: an event with one token, then with INTERVAL tokens each."""
     num_tokens, num_before = body["sampling_params"]["max_tokens"], len(body["token_ids"])
-    templates = recorded_events("length")
+    templates = recorded_events(RECORDED, "length")
     ends = [*range(1, num_tokens, INTERVAL), num_tokens]
     for begin, end in zip([0, *ends], ends, strict=False):
         event = copy.deepcopy(templates[-1] if end == num_tokens else templates[0])
@@ -74,12 +67,12 @@ def made_up_events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def aborted_event(label: str, num_tokens: int) -> dict[str, Any]:
     """The last event of an aborted answer."""
-    event: dict[str, Any] = recorded_events("aborted")[-1]
+    event: dict[str, Any] = recorded_events(RECORDED, "aborted")[-1]
     event["choices"][0]["weight_versions"] = [{"version": label, "start": 0, "end": num_tokens}]
     return event
 
 
-class FakeVllmServer(ThreadingHTTPServer):
+class FakeVllmServer(FakeServer):
     """With several `version_slots` it is like one with DORA-RL's worker class. `faults` may have:
 
     crashes_after: close the connection of an answer after this many events.
@@ -99,24 +92,18 @@ class FakeVllmServer(ThreadingHTTPServer):
     kv: export KV and import it, as with DORA-RL's connector; "lost": fail to write it; "never": do not try.
     """
 
-    daemon_threads = True
-
     def __init__(self, version_slots: int = 1, **faults: Any) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.version_slots, self.faults = version_slots, faults
+        super().__init__(Handler, version_slots, faults)
         self.label = "none"  # of the only version
         self.digests: dict[str, str] = {}  # of loaded versions, by label
         self.decode_only: list[list[str]] = []  # ids of requests, of each call
         self.newest = ""  # label of the weights with which requests continue, unless they keep theirs
         self.adapters: dict[str, Path] = {}
         self.generate_calls: list[dict[str, Any]] = []  # bodies, in order
-        self.loaded_files: list[str] = []
         self.aborted: set[str] = set()
         self.num_streams = 0
         self.unfinished: Counter[str] = Counter()  # streams of each label
         self.changed = threading.Condition()
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
-        self._thread.start()
 
     def label_of(self, body: dict[str, Any]) -> str:
         """Of the weights that generate for a request."""
@@ -124,10 +111,6 @@ class FakeVllmServer(ThreadingHTTPServer):
             return self.label
         salt = str(body["cache_salt"])
         return salt.removesuffix(KEEP) if salt.endswith(KEEP) else self.newest or salt
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
     def generate_calls_when(self, count: int) -> list[dict[str, Any]]:
         """The bodies of the calls, once there are this many."""
@@ -154,9 +137,7 @@ class FakeVllmServer(ThreadingHTTPServer):
 
     def close(self) -> None:
         self.clear_faults()
-        self.shutdown()
-        self.server_close()
-        self._thread.join()
+        super().close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore clients that have disconnected."""
@@ -301,7 +282,7 @@ class Handler(BaseHTTPRequestHandler):
             server.changed.notify_all()
             events = [*made_up_events(body)]
         if "replays" in server.faults:
-            text = json.dumps(recorded_events(server.faults["replays"]))
+            text = json.dumps(recorded_events(RECORDED, server.faults["replays"]))
             events = json.loads(text.replace(LABEL, server.label))
         try:
             is_complete = self._send_events(name, body, events)

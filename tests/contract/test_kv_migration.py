@@ -6,77 +6,29 @@ The servers are fakes, with KV of no meaning. `real_servers.py` checks what real
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.contract.fake_vllm_server import AUTH_TOKEN, TICKET_SOURCE, FakeVllmServer
-from tests.contract.test_vllm import engine_at
+from tests.contract.fake_server import engine_at
+from tests.contract.fake_vllm_server import TICKET_SOURCE, FakeVllmServer
+from tests.contract.fleet import NUM_PROMPT, REQUEST, Fleet
 
 from dora.engine.backends import http_engine
 from dora.engine.backends.server_plugins import dora_kv_files as kv_files
-from dora.engine.backends.server_plugins.dora_vllm import TOKEN_VARIABLE
 from dora.engine.backends.vllm import Vllm
 from dora.engine.kv_transfer.handoff import ExportedKV, TransferError
 from dora.engine.messages import ExportFailed, ImportFailed, ImportFinished, MigrationReply
-from dora.model.pretrained import save_pretrained
 from dora.runtime.process.remote_kv import RemoteKVTransport, make_broker
-from dora.testing import CONFIG, make_request, version_weights
-from dora.testing.engine_contract import POLL_S, MigrationDriver
-
-REQUEST = make_request(0, max_tokens=30)
-NUM_PROMPT = len(REQUEST.prompt_ids)
-MAX_POLLS = 10_000
-
-
-class Fleet:
-    """Engines of fake servers, and a driver of their migrations. Each server's KV has a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.driver = folder, MigrationDriver(folder)
-        self.servers: list[FakeVllmServer] = []
-        save_pretrained(folder / "model", CONFIG, version_weights(0))
-
-    def engine(self, **faults: Any) -> Vllm:
-        self.servers.append(FakeVllmServer(**{"kv": True, **faults}))
-        pool = self.pool(len(self.servers) - 1)
-        engine = engine_at(self.servers[-1].url, self.folder / "model", pool=pool)
-        engine.load(0, version_weights(0))
-        return engine
-
-    def pool(self, number: int) -> Path:
-        return self.folder / f"pool-{number}"
-
-    def source(self, **faults: Any) -> Vllm:
-        """An engine that has one token of REQUEST; its server holds back the others."""
-        engine = self.engine(holds=True, **faults)
-        engine.submit([REQUEST])
-        self.driver.step_until_first_token(engine, REQUEST)
-        return engine
-
-    def migrate(self, source: Vllm, destination: Vllm) -> list[MigrationReply]:
-        return self.driver.migrate(REQUEST, source, destination, self.pool(0))
-
-    def poll_until_exported(self, source: Vllm) -> None:
-        for _ in range(MAX_POLLS):
-            assert self.driver.poll(source) == []
-            if source._migrator.is_exported(REQUEST.id):
-                return
-            threading.Event().wait(POLL_S)
-        pytest.fail("the request is not exported")
+from dora.testing import version_weights
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    monkeypatch.setenv(TOKEN_VARIABLE, AUTH_TOKEN)
-    fleet = Fleet(tmp_path)
-    yield fleet
-    for server in fleet.servers:
-        server.close()
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    with closing(Fleet(tmp_path, kv=True)) as fleet:
+        yield fleet
 
 
 def imported(replies: list[MigrationReply]) -> ImportFinished:
@@ -109,7 +61,7 @@ def test_an_engine_without_a_pool_migrates_without_kv(fleet: Fleet) -> None:
 def test_a_server_without_the_connector_has_no_pool(fleet: Fleet) -> None:
     server = FakeVllmServer()
     fleet.servers.append(server)
-    assert engine_at(server.url, fleet.folder / "model", pool=fleet.pool(0)).kv_pool is None
+    assert engine_at(Vllm, server.url, fleet.folder / "model", pool=fleet.pool(0)).kv_pool is None
 
 
 def test_a_request_whose_kv_could_not_be_written_migrates_without_it(fleet: Fleet) -> None:

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.contract.fake_vllm_server import AUTH_TOKEN, FakeVllmServer
+from tests.contract.fake_vllm_server import FakeVllmServer
 from tests.runtime.running import Run, dora, journal, summary
 from tests.runtime.tiny import write_task
-
-from dora.engine.backends.server_plugins.dora_vllm import TOKEN_VARIABLE
 
 FLEET = '[[fleet]]\nname = "{name}"\nbackend = "vllm"\noptions = {{url = "{url}"}}\n'
 SETTINGS: dict[str, Any] = {
@@ -32,8 +30,7 @@ CRASHING = 1  # the engine of the first server
 
 
 @pytest.fixture
-def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeVllmServer]]:
-    monkeypatch.setenv(TOKEN_VARIABLE, AUTH_TOKEN)
+def servers() -> Iterator[list[FakeVllmServer]]:
     servers = [FakeVllmServer(event_interval_s=0.08), FakeVllmServer(event_interval_s=0.04)]
     yield servers
     for server in servers:

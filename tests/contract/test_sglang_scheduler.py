@@ -9,19 +9,22 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Barrier
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dora.engine.backends import sglang
 from dora.engine.backends.server_plugins import dora_kv_files as kv_files
+from dora.engine.backends.server_plugins.dora_digest import safetensors_digest
 
 PLUGINS = Path(sglang.__file__).parent / "server_plugins"
 POOL_SIZE, MAX_ROWS = 40, 6
@@ -238,7 +241,14 @@ class Scheduler:
         self.attn_tp_group = SimpleNamespace(world_size=self.tp_size // num_attention_groups)
         self.world_group = SimpleNamespace(world_size=self.tp_size * num_stages)
         self.server_args = SimpleNamespace(dcp_size=dcp_size, nnodes=nnodes)
-        runner = SimpleNamespace(dora_slots=slots, model=None, decode_cuda_graph_runner=graph)
+        self.model_config = SimpleNamespace(dtype=torch.float32)
+        runner = SimpleNamespace(
+            dora_slots=slots,
+            model=None,
+            decode_cuda_graph_runner=graph,
+            device="cpu",
+            weight_updater=SimpleNamespace(_assert_weight_cache_inactive=lambda call: None),
+        )
         self.tp_worker = SimpleNamespace(model_runner=runner)
         self.token_to_kv_pool_allocator = Allocator()
         self.tree_cache = PrefixCache(self.token_to_kv_pool_allocator)
@@ -329,6 +339,26 @@ class Scheduler:
         return [req.rid for req in plan.batch_to_run.reqs] if plan.batch_to_run else []
 
 
+class ModelLoader:
+    """SGLang's. A model can be used when it is not `open`."""
+
+    open: ClassVar[dict[str, list[str]]] = {}  # names of the weights that a model has got so far
+    loaded: ClassVar[dict[str, list[str]]] = {}
+
+    @classmethod
+    def restore_weights_before_loading(cls, model: str, device: torch.device) -> None:
+        assert model not in cls.open
+        cls.open[model] = []
+
+    @classmethod
+    def load_weights_only(cls, model: str, weights: Iterator[tuple[str, Tensor]], device: object) -> None:
+        cls.open[model] += [name for name, _ in weights]
+
+    @classmethod
+    def postprocess_weights(cls, model: str, device: torch.device) -> None:
+        cls.loaded[model] = cls.open.pop(model)
+
+
 class RadixKey:
     def __init__(self, token_ids: list[int], extra_key: str | None) -> None:
         self.token_ids, self.extra_key = token_ids, extra_key
@@ -354,7 +384,9 @@ def params(**values: Any) -> SimpleNamespace:
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """`dora_sglang_scheduler` with `Scheduler` as its base."""
-    components = "sglang.srt.model_executor.model_runner_components.load_model_utils"
+    components = "sglang.srt.model_executor.model_runner_components"
+    ModelLoader.open.clear()
+    ModelLoader.loaded.clear()
     prefix_cache = {name: params for name in ("EvictParams", "InsertParams", "MatchPrefixParams")}
     stand_ins: dict[str, dict[str, Any]] = {
         "sglang": {"__version__": "0.5.23"},
@@ -377,7 +409,12 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             "compute_weight_version_spans": None,
         },
         "sglang.srt.mem_cache.radix_cache": {"RadixKey": RadixKey},
-        components: {"load_model_with_memory_saver": lambda **_: SimpleNamespace(model="another model")},
+        f"{components}.load_model_utils": {
+            "load_model_with_memory_saver": lambda **_: SimpleNamespace(model="another model")
+        },
+        f"{components}.weight_updater": {"_unsupported_derived_weight_cache_error": lambda model: None},
+        "sglang.srt.model_loader.loader": {"DefaultModelLoader": ModelLoader},
+        "sglang.srt.model_loader.utils": {"set_default_torch_dtype": nullcontext},
     }
     for name, members in stand_ins.items():
         stand_in: Any = ModuleType(name)
@@ -399,7 +436,8 @@ def make(module: Any) -> Make:
     """Makes a scheduler whose slots have versions: the model of "a" is "model a"."""
 
     def make(*versions: str, **options: Any) -> Any:
-        slots = [module.Slot(f"model {version}", version) for version in versions]
+        rank = options["tp_group"].rank_in_group if "tp_group" in options else 0
+        slots = [module.Slot(f"model {version}{rank or ''}", version) for version in versions]
         scheduler = module.VersionScheduler(slots, **options)
         scheduler._turns = module.VersionTurns(turn_steps=1)
         scheduler.weight_digests = {version: f"digest of {version}" for version in versions}
@@ -636,25 +674,95 @@ def test_a_server_with_one_slot_schedules_as_sglang(make: Make) -> None:
     assert scheduler.only_version == "b"
 
 
-def test_a_load_replaces_a_version_that_is_not_kept(make: Make, module: Any) -> None:
-    scheduler = make("a", "b")
+@pytest.fixture
+def weights_file(tmp_path: Path) -> Path:
+    path = tmp_path / "weights"
+    save_file({f"w{number}": torch.full((2,), float(number)) for number in range(4)}, path)
+    return path
 
-    def update(manager: Any, request: Any) -> Any:
-        manager.scheduler.record_weight_version_change(request.weight_version)
-        loaded = scheduler.runner.model
-        return SimpleNamespace(success=not request.fails, message=f"{module.DIGEST_PREFIX}f00. {loaded}")
 
-    load, manager = module.load_into_slot(update), SimpleNamespace(scheduler=scheduler)
-    request = SimpleNamespace(weight_version="c", manifest={module.LOADED_KEY: ["b"]}, fails=True)
-    assert not load(manager, request).success
-    assert [slot.version for slot in scheduler._slots] == ["", "b"]
-    request.fails = False
-    assert load(manager, request).message.endswith("model a")
-    assert [slot.version for slot in scheduler._slots] == ["c", "b"]
-    assert scheduler.weight_digests == {"b": "digest of b", "c": "f00"}
+Load = Callable[..., tuple[bool, str]]
+
+
+@pytest.fixture
+def load(module: Any, weights_file: Path) -> Load:
+    """Loads a part of a version at a scheduler, as a call to the server does. Returns success and message."""
+
+    def load(
+        scheduler: Any,
+        label: str,
+        *kept: str,
+        part: int = 0,
+        num_parts: int = 1,
+        path: Path = weights_file,
+    ) -> tuple[bool, str]:
+        manager = SimpleNamespace(
+            scheduler=scheduler,
+            flush_cache_after_weight_update=lambda request, is_done, message: (is_done, message + " flushed"),
+        )
+        manifest = {module.LOADED_KEY: [*kept], module.PART_KEY: [part, num_parts]}
+        output = module.load_part(
+            manager, params(weight_version=label, model_path=str(path), manifest=manifest)
+        )
+        return output.success, output.message
+
+    return load
+
+
+def test_a_load_replaces_a_version_that_is_not_kept(make: Make, load: Load, weights_file: Path) -> None:
+    scheduler, digest = make("a", "b"), safetensors_digest(str(weights_file))
+    assert load(scheduler, "c", "b") == (True, f"DORA's digest: {digest}. flushed")
+    assert [(slot.model, slot.version) for slot in scheduler._slots] == [("model a", "c"), ("model b", "b")]
+    assert scheduler.weight_digests == {"b": "digest of b", "c": digest}
     assert not hasattr(scheduler, "only_version")
-    request.manifest = {module.LOADED_KEY: ["b", "c"]}
-    assert load(manager, request).message == "requests use the weights in all slots"
+    assert load(scheduler, "d", "b", "c") == (False, "RuntimeError: requests use the weights in all slots")
+    one = make("a")
+    assert load(one, "b")[0]
+    assert one.only_version == "b"
+
+
+def test_a_version_is_loaded_in_parts_between_steps(make: Make, load: Load) -> None:
+    """It is usable after the last part."""
+    scheduler = make("a", "")
+    add(scheduler, Req("a1", "a"))
+    assert load(scheduler, "b", "a", part=0, num_parts=2) == (True, "")
+    assert scheduler.step() == ["a1"]
+    assert [slot.version for slot in scheduler._slots] == ["a", ""]
+    assert load(scheduler, "b", "a", part=1, num_parts=2)[0]
+    assert [slot.version for slot in scheduler._slots] == ["a", "b"]
+    assert ModelLoader.loaded == {"model ": ["w0", "w1", "w2", "w3"]}
+
+
+def test_a_load_that_fails_or_is_given_up_leaves_the_slot_free(
+    make: Make, load: Load, tmp_path: Path
+) -> None:
+    scheduler = make("a", "")
+    assert load(scheduler, "b", "a", part=0, num_parts=2) == (True, "")
+    assert load(scheduler, "c", "a", part=0, num_parts=2) == (True, "")
+    is_done, message = load(scheduler, "c", "a", part=1, num_parts=2, path=tmp_path / "missing")
+    assert not is_done
+    assert "No such file" in message
+    assert not load(scheduler, "c", "a", part=1, num_parts=2)[0]
+    assert ([slot.version for slot in scheduler._slots], ModelLoader.open) == (["a", ""], {})
+    assert load(scheduler, "d", "a")[0]
+    assert [slot.version for slot in scheduler._slots] == ["a", "d"]
+
+
+def test_weights_that_sglang_must_not_change_stay(make: Make, load: Load) -> None:
+    def is_shared(call: str) -> None:
+        raise RuntimeError("the weights belong to another process")
+
+    scheduler = make("a")
+    scheduler.runner.weight_updater._assert_weight_cache_inactive = is_shared
+    assert load(scheduler, "b") == (False, "RuntimeError: the weights belong to another process")
+    assert ModelLoader.open == {}
+
+
+def test_a_load_by_another_client_is_refused(make: Make, module: Any) -> None:
+    """Responses would name weights that did not generate them."""
+    request = params(weight_version="b", model_path="folder", manifest=None)
+    output = module.load_part(SimpleNamespace(scheduler=make("a", "")), request)
+    assert (output.success, output.message) == (False, "KeyError: 'dora_part'")
 
 
 def test_a_load_never_replaces_a_version_of_unfinished_requests(make: Make) -> None:
@@ -849,26 +957,27 @@ def test_no_kv_is_exported_if_one_worker_cannot_write(make: Make, tmp_path: Path
     assert [*tmp_path.iterdir()] == []
 
 
-def test_workers_that_read_different_weights_have_loaded_none(make: Make, module: Any) -> None:
-    def load(results: list[tuple[bool, str]], workers: list[Any]) -> list[tuple[bool, str]]:
-        def update(manager: Any, request: Any) -> SimpleNamespace:
-            is_done, message = results[manager.scheduler.tp_group.rank_in_group]
-            return params(
-                success=is_done, message=f"{module.DIGEST_PREFIX}{message}." if is_done else message
-            )
+def test_workers_that_read_different_weights_have_loaded_none(
+    make: Make, load: Load, weights_file: Path, tmp_path: Path
+) -> None:
+    workers, other, missing = of_two_workers(make, "a", ""), tmp_path / "other", tmp_path / "missing"
+    save_file({"w0": torch.zeros(2)}, other)
 
-        load = module.load_into_slot(update)
-        request = SimpleNamespace(weight_version="c", manifest={module.LOADED_KEY: ["a"]})
-        outputs = in_both(lambda worker: load(SimpleNamespace(scheduler=worker), request), workers)
-        return [(output.success, output.message) for output in outputs]
+    def load_from(*paths: Path) -> list[tuple[bool, str]]:
+        def load_own(worker: Any) -> tuple[bool, str]:
+            return load(worker, "b", "a", path=paths[worker.tp_group.rank_in_group])
 
-    workers = of_two_workers(make, "a", "b")
-    different = "the workers have read different weights: ['f00', 'f01']"
-    assert load([(True, "f00"), (True, "f01")], workers) == [(False, different)] * 2
-    assert load([(True, "f00"), (False, "no such file")], workers) == [(False, "no such file")] * 2
+        return in_both(load_own, workers)
+
+    digests = [safetensors_digest(str(path)) for path in (weights_file, other)]
+    different = f"the workers have read different weights: {digests}"
+    assert load_from(weights_file, other) == [(False, different)] * 2
+    (is_done, message), second = load_from(weights_file, missing)
+    assert (is_done, second) == (False, (False, message))
+    assert "No such file" in message
     assert [slot.version for worker in workers for slot in worker._slots] == ["a", ""] * 2
-    assert [is_done for is_done, _ in load([(True, "f00")] * 2, workers)] == [True, True]
-    assert [slot.version for worker in workers for slot in worker._slots] == ["a", "c"] * 2
+    assert [is_done for is_done, _ in load_from(weights_file, weights_file)] == [True, True]
+    assert [slot.version for worker in workers for slot in worker._slots] == ["a", "b"] * 2
 
 
 def test_the_internal_state_describes_slots_and_kv(make: Make) -> None:

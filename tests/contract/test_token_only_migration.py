@@ -6,73 +6,43 @@ The servers are fakes. `real_servers.py` checks the tokens that real ones genera
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.contract.fake_vllm_server import AUTH_TOKEN, FakeVllmServer
-from tests.contract.test_vllm import engine_at
+from tests.contract.fleet import NUM_PROMPT, REQUEST, Fleet
 
 from dora.core.types import Chunk
-from dora.engine.backends.server_plugins.dora_vllm import TOKEN_VARIABLE
-from dora.engine.backends.vllm import Vllm
 from dora.engine.engine import Engine
 from dora.engine.messages import ExportFailed, ExportFinished, ImportFailed, ImportFinished, MigrationReply
 from dora.engine.request import EngineError
-from dora.model.pretrained import save_pretrained
 from dora.model.weights import weight_digest
 from dora.testing import CONFIG, make_request, version_weights
-from dora.testing.engine_contract import MAX_CONTEXT, MAX_ROWS, MigrationDriver
-
-REQUEST = make_request(0, max_tokens=30)
-NUM_PROMPT = len(REQUEST.prompt_ids)
-
-
-class Fleet:
-    """Engines that hold version 0, and a driver of their migrations."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.driver = folder, MigrationDriver(folder)
-        self.servers: list[FakeVllmServer] = []
-        save_pretrained(folder / "model", CONFIG, version_weights(0))
-
-    def vllm(self, version: int = 0, holds: bool = True) -> Vllm:
-        """An engine whose server holds back an answer after its first token."""
-        self.servers.append(FakeVllmServer(**({"holds": True} if holds else {})))
-        engine = engine_at(self.servers[-1].url, self.folder / "model")
-        engine.load(0, version_weights(version))
-        return engine
-
-    def native(self) -> Engine:
-        engine = Engine(
-            CONFIG,
-            kernels="eager",
-            pool=self.folder / "pool",
-            max_rows=MAX_ROWS,
-            max_context=MAX_CONTEXT,
-            version_slots=1,
-        )
-        engine.load(0, version_weights(0))
-        return engine
-
-    def poll_until_exported(self, source: Vllm) -> None:
-        while not source.poll_migrations() and not source._migrator.is_exported(REQUEST.id):
-            pass
+from dora.testing.engine_contract import MAX_CONTEXT, MAX_ROWS
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    monkeypatch.setenv(TOKEN_VARIABLE, AUTH_TOKEN)
-    fleet = Fleet(tmp_path)
-    yield fleet
-    for server in fleet.servers:
-        server.close()
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    with closing(Fleet(tmp_path)) as fleet:
+        yield fleet
+
+
+def native_engine(folder: Path) -> Engine:
+    engine = Engine(
+        CONFIG,
+        kernels="eager",
+        pool=folder / "pool",
+        max_rows=MAX_ROWS,
+        max_context=MAX_CONTEXT,
+        version_slots=1,
+    )
+    engine.load(0, version_weights(0))
+    return engine
 
 
 def test_a_request_migrates_from_one_server_to_another(fleet: Fleet) -> None:
     """The second server continues it, with max_tokens reduced by the tokens that it has."""
-    source, destination = fleet.vllm(), fleet.vllm(holds=False)
-    source.submit([REQUEST])
-    fleet.driver.step_until_first_token(source, REQUEST)
+    source, destination = fleet.source(), fleet.engine()
     replies = fleet.driver.migrate(REQUEST, source, destination)
     (imported,) = (reply for reply in replies if isinstance(reply, ImportFinished))
     assert (imported.num_tokens, imported.num_bytes, imported.num_prefilled) == (1, 0, NUM_PROMPT)
@@ -88,9 +58,7 @@ def test_a_request_migrates_from_one_server_to_another(fleet: Fleet) -> None:
 
 
 def test_a_request_migrates_from_a_server_to_doras_own_engine_and_on(fleet: Fleet) -> None:
-    source, native, last = fleet.vllm(), fleet.native(), fleet.vllm(holds=False)
-    source.submit([REQUEST])
-    fleet.driver.step_until_first_token(source, REQUEST)
+    source, native, last = fleet.source(), native_engine(fleet.folder), fleet.engine()
     fleet.driver.migrate(REQUEST, source, native)
     begun = native.progress()
     for _ in range(5):
@@ -110,7 +78,7 @@ def test_a_request_migrates_from_a_server_to_doras_own_engine_and_on(fleet: Flee
 def test_a_prompt_that_siblings_have_cached_is_not_prefilled_again(fleet: Fleet) -> None:
     prompt_ids = tuple(i % CONFIG.vocab_size for i in range(33))
     sibling, migrating = (make_request(n, prompt_ids=prompt_ids, max_tokens=20) for n in (1, 0))
-    source, native = fleet.vllm(), fleet.native()
+    source, native = fleet.engine(holds=True), native_engine(fleet.folder)
     native.submit([sibling])
     fleet.driver.step(native)
     source.submit([migrating])
@@ -123,9 +91,7 @@ def test_a_prompt_that_siblings_have_cached_is_not_prefilled_again(fleet: Fleet)
 
 def test_a_cancelled_migration_leaves_the_request_at_its_source(fleet: Fleet) -> None:
     """The source has halted the request: it prefills it again and counts the tokens."""
-    source, destination = fleet.vllm(), fleet.vllm()
-    source.submit([REQUEST])
-    fleet.driver.step_until_first_token(source, REQUEST)
+    source, destination = fleet.source(), fleet.engine()
     assert fleet.driver.start(REQUEST, source, destination) == []
     fleet.poll_until_exported(source)
     assert source.progress() == {}, "another engine may own it"
@@ -142,9 +108,7 @@ def test_a_cancelled_migration_leaves_the_request_at_its_source(fleet: Fleet) ->
 
 def test_a_request_that_finishes_while_it_is_halted_is_answered_by_its_source(fleet: Fleet) -> None:
     """The abort reaches the server too late."""
-    source, destination = fleet.vllm(), fleet.vllm()
-    source.submit([REQUEST])
-    fleet.driver.step_until_first_token(source, REQUEST)
+    source, destination = fleet.source(), fleet.engine()
     assert fleet.driver.start(REQUEST, source, destination) == []
     fleet.servers[0].faults["ignored_aborts"] = 1
     assert fleet.driver.poll(source) == []
@@ -159,9 +123,7 @@ def test_a_request_that_finishes_while_it_is_halted_is_answered_by_its_source(fl
 
 def test_an_engine_with_other_weights_rejects_the_import(fleet: Fleet) -> None:
     """C1: a version number with other bytes is another version."""
-    source, destination = fleet.vllm(version=0), fleet.vllm(version=1)
-    source.submit([REQUEST])
-    fleet.driver.step_until_first_token(source, REQUEST)
+    source, destination = fleet.source(), fleet.engine(version=1)
     assert fleet.driver.start(REQUEST, source, destination) == []
     replies: list[MigrationReply] = []
     while not replies:
@@ -172,9 +134,7 @@ def test_an_engine_with_other_weights_rejects_the_import(fleet: Fleet) -> None:
 
 
 def test_a_request_that_is_aborted_during_its_export_is_gone(fleet: Fleet) -> None:
-    source, destination = fleet.vllm(), fleet.vllm()
-    source.submit([REQUEST])
-    fleet.driver.step_until_first_token(source, REQUEST)
+    source, destination = fleet.source(), fleet.engine()
     assert fleet.driver.start(REQUEST, source, destination) == []
     fleet.poll_until_exported(source)
     assert source.abort([REQUEST.id]) == {REQUEST.id: 1}
@@ -185,9 +145,7 @@ def test_a_request_that_is_aborted_during_its_export_is_gone(fleet: Fleet) -> No
 
 
 def test_a_source_cannot_abort_a_request_that_was_imported(fleet: Fleet) -> None:
-    source, destination = fleet.vllm(), fleet.vllm()
-    source.submit([REQUEST])
-    fleet.driver.step_until_first_token(source, REQUEST)
+    source, destination = fleet.source(), fleet.engine()
     assert fleet.driver.start(REQUEST, source, destination) == []
     while not destination.progress():
         fleet.driver.poll(source)
@@ -198,7 +156,7 @@ def test_a_source_cannot_abort_a_request_that_was_imported(fleet: Fleet) -> None
 
 
 def test_an_engine_without_a_free_row_rejects_an_import(fleet: Fleet) -> None:
-    source, destination = fleet.vllm(), fleet.vllm()
+    source, destination = fleet.engine(holds=True), fleet.engine(holds=True)
     destination.submit([make_request(number) for number in range(1, 1 + MAX_ROWS)])
     source.submit([REQUEST])
     assert fleet.driver.start(REQUEST, source, destination) == [
@@ -207,7 +165,7 @@ def test_an_engine_without_a_free_row_rejects_an_import(fleet: Fleet) -> None:
 
 
 def test_a_version_with_a_reserved_import_cannot_be_dropped(fleet: Fleet) -> None:
-    source, destination = fleet.vllm(), fleet.vllm()
+    source, destination = fleet.engine(holds=True), fleet.engine(holds=True)
     source.submit([REQUEST])
     assert fleet.driver.start(REQUEST, source, destination) == []
     with pytest.raises(EngineError, match="unfinished"):

@@ -19,7 +19,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tests.contract.fake_vllm_server import AUTH_TOKEN, FakeVllmServer, recorded_events
+from tests.contract.fake_server import MAX_STEPS, attached_engines, engine_at, recorded_events, run
+from tests.contract.fake_vllm_server import RECORDED, FakeVllmServer
 from tests.runtime.running import wait_until_gone
 from torch import Tensor
 
@@ -40,75 +41,18 @@ from dora.model.weights import WeightLayout, parameter_shapes, weight_digest
 from dora.runtime.process.messages import LoadRejected, WeightsLoaded
 from dora.runtime.rollout.engine_worker import WeightLoader
 from dora.testing import CONFIG, make_request, reference_logprobs, version_weights
-from dora.testing.engine_contract import MAX_CONTEXT, MAX_ROWS, MigrationDriver
-from dora.weights.store import Prefetcher, WeightStore
+from dora.testing.engine_contract import MAX_ROWS, MigrationDriver
+from dora.weights.store import WeightStore
 from dora.weights.version_file import write_version
-
-SERVERS: list[FakeVllmServer] = []
-MAX_STEPS = 1000
-
-
-@pytest.fixture(autouse=True)
-def close_servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(TOKEN_VARIABLE, AUTH_TOKEN)
-    yield
-    while SERVERS:
-        SERVERS.pop().close()
-
 
 Make = Callable[..., tuple[Vllm, FakeVllmServer]]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Make:
+def make(tmp_path: Path) -> Iterator[Make]:
     """Makes an engine and its server, with faults."""
-
-    def make(
-        silence_s: float = 60.0, num_slots: int = 1, inflight_update: str | None = None, **faults: Any
-    ) -> tuple[Vllm, FakeVllmServer]:
-        save_pretrained(tmp_path / "model", CONFIG, version_weights(0))
-        server = FakeVllmServer(**faults)
-        SERVERS.append(server)
-        options: Any = {
-            "silence_s": silence_s,
-            "version_slots": num_slots,
-            "inflight_update": inflight_update,
-        }
-        return engine_at(server.url, tmp_path / "model", **options), server
-
-    return make
-
-
-def engine_at(url: str | None, model: Path, **options: Any) -> Vllm:
-    return Vllm(
-        model=str(model),
-        max_rows=MAX_ROWS,
-        device="cpu",
-        dtype="float32",
-        url=url,
-        **{"max_context": MAX_CONTEXT, "version_slots": 1, **options},
-    )
-
-
-def run(engine: Vllm) -> list[Completion]:
-    """Step until the first answers."""
-    for _ in range(MAX_STEPS):
-        if answers := engine.step():
-            return answers
-    return []
-
-
-def test_the_server_reads_a_published_version_where_it_lies(make: Make, tmp_path: Path) -> None:
-    """Without a copy, even with prefetching: a server cannot use the memory of this process."""
-    engine, server = make()
-    store = WeightStore(tmp_path, shapes=parameter_shapes(CONFIG))
-    digest = store.publish(3, version_weights(3))
-    loader = WeightLoader(engine, store, Prefetcher(store, is_pinned=False))
-    loader.load(3)
-    loader.wait_for({3})
-    assert loader.poll() == [WeightsLoaded(3, digest, 0.0)]
-    assert server.loaded_files == [str(store.path(3))]
-    assert dict(engine.versions) == {3: digest}
+    with attached_engines(Vllm, FakeVllmServer, tmp_path) as make:
+        yield make
 
 
 def test_a_file_of_another_model_is_rejected(make: Make, tmp_path: Path) -> None:
@@ -178,7 +122,6 @@ def test_an_answer_of_other_weights_than_its_versions_is_rejected(make: Make, sp
 
 def test_a_load_into_a_stopped_server_is_an_engine_loss(make: Make) -> None:
     engine, server = make()
-    SERVERS.remove(server)
     server.close()
     with pytest.raises(RunError, match="does not answer"):
         engine.load(0, version_weights(0))
@@ -195,22 +138,13 @@ def test_a_real_servers_answer_is_parsed(make: Make, name: str) -> None:
     request = make_request(0, max_tokens=40)
     engine.submit([request])
     (answer,) = run(engine)
-    choices = [choice for event in recorded_events(name) for choice in event["choices"]]
+    choices = [choice for event in recorded_events(RECORDED, name) for choice in event["choices"]]
     assert answer.token_ids.tolist() == [token for choice in choices for token in choice["token_ids"]]
     recorded = [token["logprob"] for choice in choices for token in choice["logprobs"]["content"]]
     assert answer.logprobs.tolist() == np.array(recorded, np.float32).tolist()
     assert answer.finish_reason == name
     expected = reference_logprobs(0, request.prompt_ids, answer.token_ids.tolist())
     assert answer.logprobs == pytest.approx(expected, abs=1e-4), "the weights of version 0 generated it"
-
-
-def test_an_answer_of_two_versions_is_rejected(make: Make) -> None:
-    """C1: a real server reports that its weights changed during the answer."""
-    engine, _ = make(replays="two versions")
-    engine.load(0, version_weights(0))
-    engine.submit([make_request(0, max_tokens=50)])
-    with pytest.raises(RunError, match="dora-1"):
-        run(engine)
 
 
 # stop strings
@@ -552,14 +486,6 @@ def test_an_episode_that_continues_after_its_last_turn_ends_as_that_has(
 # rejections
 
 
-def test_a_rejected_load_can_be_repeated(make: Make) -> None:
-    engine, _ = make(rejected_loads=1)
-    with pytest.raises(EngineError, match="answers 500"):
-        engine.load(0, version_weights(0))
-    assert not engine.versions
-    assert engine.load(0, version_weights(0)) == weight_digest(version_weights(0))
-
-
 def test_a_version_that_workers_read_differently_is_not_loaded(make: Make) -> None:
     engine, _ = make(digests=["a", "b"])
     with pytest.raises(EngineError, match="different weights"):
@@ -579,16 +505,10 @@ def test_a_dtype_that_is_not_the_servers_is_rejected(make: Make) -> None:
         engine.load(0, version_weights(0).bfloat16())
 
 
-def test_another_auth_token_is_rejected(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TOKEN_VARIABLE, "another")
-    with pytest.raises(EngineError, match=TOKEN_VARIABLE):
-        make()
-
-
 def test_a_server_with_a_shorter_context_is_rejected(make: Make, tmp_path: Path) -> None:
     _, server = make()
     with pytest.raises(EngineError, match="accepts 64 tokens"):
-        engine_at(server.url, tmp_path / "model", max_context=10**6)
+        engine_at(Vllm, server.url, tmp_path / "model", max_context=10**6)
 
 
 @pytest.mark.parametrize("version", ["0.31.4", "0.320.0", "1.32.0", "dev"])
@@ -600,12 +520,6 @@ def test_a_server_of_an_untested_version_is_rejected(make: Make, version: str) -
 def test_a_patch_release_of_a_tested_version_is_accepted(make: Make) -> None:
     engine, _ = make(version="0.32.7+cpu")
     assert engine.kernels == "vLLM 0.32.7+cpu on cpu"
-
-
-@pytest.mark.parametrize("options", [{}, {"python": "python", "url": "http://127.0.0.1:1"}], ids=str)
-def test_options_need_either_an_interpreter_or_a_url(options: Any) -> None:
-    with pytest.raises(ConfigError, match="either python"):
-        Vllm(model="", max_rows=1, max_context=1, version_slots=1, device="cpu", dtype="float32", **options)
 
 
 @pytest.mark.parametrize(
@@ -631,9 +545,8 @@ def test_a_weight_transfer_that_cannot_be_is_refused(options: Any, error: str) -
 )
 def test_a_weight_transfer_needs_its_gpus(options: Any, error: str, tmp_path: Path) -> None:
     save_pretrained(tmp_path / "model", CONFIG, version_weights(0))
-    sizes: Any = {"max_rows": MAX_ROWS, "max_context": MAX_CONTEXT, "version_slots": 1}
     with pytest.raises(EngineError, match=error):
-        Vllm(model=str(tmp_path / "model"), **sizes, dtype="float32", python=sys.executable, **options)
+        engine_at(Vllm, None, tmp_path / "model", python=sys.executable, **options)
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1", "https://127.0.0.1:8000"])
@@ -644,10 +557,9 @@ def test_a_malformed_url_is_rejected(url: str) -> None:
 
 def test_the_error_for_a_missing_server_names_the_remedy(make: Make, tmp_path: Path) -> None:
     _, server = make()
-    SERVERS.remove(server)
     server.close()
     with pytest.raises(ConfigError, match=r"does not answer .*; start it, see docs/vllm\.md$"):
-        engine_at(server.url, tmp_path / "model")
+        engine_at(Vllm, server.url, tmp_path / "model")
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="the server would start")
@@ -683,7 +595,7 @@ def test_the_worker_on_a_cpu_is_in_the_engines_process_if_there_is_only_one(
     python.chmod(0o700)
     save_pretrained(tmp_path / "model", CONFIG, version_weights(0))
     with pytest.raises(RunError, match=r"did not start:\n-m vllm\.entrypoints") as error:
-        engine_at(None, tmp_path / "model", python=str(python), arguments=arguments)
+        engine_at(Vllm, None, tmp_path / "model", python=str(python), arguments=arguments)
     assert ("dora_vllm_executor.InProcessExecutor" in str(error.value)) == is_in_process
 
 
@@ -733,14 +645,6 @@ def test_versions_generate_side_by_side_and_one_is_replaced_meanwhile(make: Make
     while engine.can_step:
         answers += engine.step()
     assert {answer.id.sibling: answer.version for answer in answers} == {1: 1, 2: 2}
-
-
-def test_a_version_is_loaded_in_parts_between_steps(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its digest comes with the last part."""
-    monkeypatch.setattr("dora.engine.backends.vllm.LOAD_PART_BYTES", 2**13)
-    engine, server = make(version_slots=2, num_slots=2)
-    assert engine.load(0, version_weights(0)) == weight_digest(version_weights(0))
-    assert len(server.loaded_files) > 2
 
 
 def test_an_engine_works_while_its_server_loads_a_version(make: Make, tmp_path: Path) -> None:
@@ -811,7 +715,7 @@ def test_a_request_that_is_late_for_its_version_starts_with_the_newest_one(make:
 def test_an_engine_that_attaches_ends_what_the_last_one_has_set(make: Make, tmp_path: Path) -> None:
     _, server = make(version_slots=2, num_slots=2)
     server.newest, server.decode_only = "of the last engine", [["of the last engine"]]
-    engine_at(server.url, tmp_path / "model", version_slots=2)
+    engine_at(Vllm, server.url, tmp_path / "model", version_slots=2)
     assert (server.newest, server.decode_only[-1]) == ("", [])
 
 
@@ -860,16 +764,11 @@ def test_a_server_with_one_slot_cannot_decode_some_requests_only(make: Make) -> 
     assert server.decode_only == []
 
 
-def test_a_server_with_fewer_slots_than_the_run_needs_is_rejected(make: Make) -> None:
-    with pytest.raises(EngineError, match="has slots for 1 versions; set version_slots to that, or start it"):
-        make(num_slots=2)
-
-
 def test_a_weight_transfer_of_vllm_has_one_version(tmp_path: Path) -> None:
     save_pretrained(tmp_path / "model", CONFIG, version_weights(0))
     options: Any = {"version_slots": 2, "weight_transfer": "file", "python": sys.executable}
     with pytest.raises(EngineError, match="'reload', or set version_slots = 1"):
-        engine_at(None, tmp_path / "model", **options)
+        engine_at(Vllm, None, tmp_path / "model", **options)
 
 
 def test_a_version_waits_for_at_most_one_turn_of_each_other() -> None:

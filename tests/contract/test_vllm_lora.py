@@ -6,53 +6,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.contract.fake_vllm_server import AUTH_TOKEN, FakeVllmServer
+from tests.contract.fake_server import engine_at
+from tests.contract.fake_vllm_server import FakeVllmServer
 from tests.contract.lora import RANK, lora_weights
 from torch import Tensor
 
-from dora.engine.backends.server_plugins.dora_vllm import TOKEN_VARIABLE
 from dora.engine.backends.vllm import ADAPTER_FILE, VllmLora, lora_adapter
 from dora.engine.request import EngineError
 from dora.errors import ConfigError
 from dora.model.pretrained import save_pretrained
 from dora.model.weights import WeightLayout, weight_digest
 from dora.testing import CONFIG, make_request, version_weights
-from dora.testing.engine_contract import MAX_CONTEXT, MAX_ROWS
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVllmServer]:
-    monkeypatch.setenv(TOKEN_VARIABLE, AUTH_TOKEN)
-    server = FakeVllmServer()
-    yield server
-    server.close()
+def server() -> Iterator[FakeVllmServer]:
+    with closing(FakeVllmServer()) as server:
+        yield server
 
 
 @pytest.fixture
 def engine(server: FakeVllmServer, tmp_path: Path) -> Iterator[VllmLora]:
     """With slots for two versions."""
-    engine = engine_at(server.url, tmp_path)
-    yield engine
-    engine.close()
-
-
-def engine_at(url: str, folder: Path, rank: int = RANK) -> VllmLora:
-    save_pretrained(folder, CONFIG, version_weights(0))
-    return VllmLora(
-        model=str(folder),
-        max_rows=MAX_ROWS,
-        max_context=MAX_CONTEXT,
-        version_slots=2,
-        device="cpu",
-        dtype="float32",
-        url=url,
-        rank=rank,
-    )
+    save_pretrained(tmp_path, CONFIG, version_weights(0))
+    with closing(engine_at(VllmLora, server.url, tmp_path, version_slots=2, rank=RANK)) as engine:
+        yield engine
 
 
 @pytest.mark.parametrize("version", [0, 1, 2])
@@ -128,4 +112,4 @@ def test_a_version_can_be_dropped_while_another_one_has_requests(engine: VllmLor
 @pytest.mark.parametrize("rank", [0, 513])
 def test_a_rank_that_vllm_does_not_serve_is_rejected(rank: int, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rank"):
-        engine_at("http://127.0.0.1:1", tmp_path, rank)
+        engine_at(VllmLora, "http://127.0.0.1:1", tmp_path, rank=rank)

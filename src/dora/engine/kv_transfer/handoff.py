@@ -367,7 +367,10 @@ def _load(exported: bytes) -> RequestSnapshot:
     checksum, content = exported[:_CHECKSUM_BYTES], exported[_CHECKSUM_BYTES:]
     if _checksum(content) != checksum:
         raise TransferError("the snapshot is damaged: its checksum differs")
-    snapshot = pickle.loads(content)
+    try:
+        snapshot = pickle.loads(content)
+    except ValueError as error:  # an array has another length than its shape
+        raise TransferError("the snapshot is inconsistent") from error
     assert isinstance(snapshot, RequestSnapshot)
     return snapshot
 

@@ -185,14 +185,16 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         part, and the digest of the file's data with the last part, which makes the version usable; else "".
         If a load fails, returns the reason.
         """
-        digest = failure = ""
+        slot, digest, failure = None, "", ""
         try:
             part, num_parts = manifest[PART_KEY]
             if part == 0:
                 self._start_load(path, manifest[LOADED_KEY])
+            if (slot := self._loading) is None:
+                raise RuntimeError("an earlier part of this load has failed")
             weights = dora_digest.read_part(path, part, num_parts)
             with set_default_torch_dtype(self.model_config.dtype):
-                DefaultModelLoader.load_weights_only(self._loading.model, weights, self._device)
+                DefaultModelLoader.load_weights_only(slot.model, weights, self._device)
             if part + 1 == num_parts:
                 digest = self._digest.result()
         except Exception as error:  # of the model's own loader
@@ -201,10 +203,9 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         failures = [failure for _, failure in results if failure]
         if not failures and len({*results}) > 1:
             failures = [f"the workers have read different weights: {[digest for digest, _ in results]}"]
-        slot = self._loading
         if failures or digest:
             self._end_load()
-        if digest and not failures:
+        if slot is not None and digest and not failures:
             slot.version, self.weight_digests[label] = label, digest
         return not failures, "; ".join(failures) or digest
 
