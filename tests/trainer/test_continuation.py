@@ -18,12 +18,12 @@ from dora.model.weights import WeightLayout, initial_weights
 from dora.trainer.checkpoint import save_checkpoint
 from dora.trainer.checkpoint_folders import write_manifest
 from dora.trainer.continuation import check_start, load_start
-from dora.trainer.critic import ValueLayout
+from dora.trainer.critic import value_layout
 from dora.trainer.lora import LoraSettings
 from dora.trainer.trainer import Trainer, TrainerSettings
 
 LORA = LoraSettings(rank=2, alpha=4.0, targets=("q_proj", "v_proj"))
-CRITIC = ValueLayout(TINY).numel
+CRITIC = value_layout(TINY).numel
 
 
 def save_model(folder: Path, config: ModelConfig = TINY, seed: int = 0) -> Path:

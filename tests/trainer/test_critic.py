@@ -11,7 +11,7 @@ from tests.trainer.batches import SETTINGS, TINY, initial, samples, with_nan
 from dora.errors import RunError
 from dora.model.decoder import lm_head
 from dora.model.weights import WeightLayout
-from dora.trainer.critic import Critic, CriticSettings, ValueLayout, initial_critic_weights, with_advantages
+from dora.trainer.critic import Critic, CriticSettings, initial_critic_weights, value_layout, with_advantages
 from dora.trainer.packing import pack
 from dora.trainer.policy import Policy
 from dora.trainer.settings import Sample
@@ -33,11 +33,11 @@ def rewards_of(batch: list[Sample]) -> list[float]:
 def moments(critic: Critic) -> dict[str, torch.Tensor]:
     """Adam's first moment after one update, by name: a tenth of the gradient."""
     flat: torch.Tensor = critic.state_dict()["state"][0]["exp_avg"]
-    return ValueLayout(TINY).views(flat)
+    return value_layout(TINY).views(flat)
 
 
 def test_a_critic_has_the_decoder_of_the_policy_and_a_head_of_one_value() -> None:
-    layout = ValueLayout(TINY)
+    layout = value_layout(TINY)
     assert layout.shapes.keys() - WeightLayout(TINY).shapes.keys() == {"score.weight", "score.bias"}
     views, origin = layout.views(initial_critic_weights(TINY, initial())), WeightLayout(TINY).views(initial())
     name = "model.layers.1.mlp.down_proj.weight"
@@ -45,7 +45,7 @@ def test_a_critic_has_the_decoder_of_the_policy_and_a_head_of_one_value() -> Non
     assert views["score.weight"].shape == (1, TINY.hidden_size)
     assert not views["score.weight"].any()
     untied = replace(TINY, tie_word_embeddings=False)
-    assert ValueLayout(untied).shapes.keys() == layout.shapes.keys()
+    assert value_layout(untied).shapes.keys() == layout.shapes.keys()
 
 
 def test_advantages_of_an_untrained_critic_are_the_whitened_rewards() -> None:

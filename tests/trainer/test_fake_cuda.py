@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dora.model.config import ModelConfig
 from dora.model.weights import WeightLayout
 from dora.trainer import corrections, learner
-from dora.trainer.critic import Critic, CriticSettings, ValueLayout
+from dora.trainer.critic import Critic, CriticSettings, value_layout
 from dora.trainer.distributed import RankGroup, ShardedRank
 from dora.trainer.lora import LoraSettings
 from dora.trainer.loss import POLICY_LOSSES
@@ -78,7 +78,7 @@ def test_micro_batches_never_make_the_host_wait(recipe: str, cuda: FakeCuda) -> 
 
 
 def test_an_update_of_the_critic_waits_for_its_metrics_only(cuda: FakeCuda) -> None:
-    flat = torch.zeros(ValueLayout(CONFIG).numel, device="cuda")
+    flat = torch.zeros(value_layout(CONFIG).numel, device="cuda")
     critic = Critic(
         CONFIG, flat, CriticSettings(lr=1e-2, num_steps=4, dtype="bfloat16", micro_batch_tokens=64)
     )

@@ -127,7 +127,7 @@ def test_a_failed_update_rolls_back_the_earlier_ones() -> None:
 
 def test_nothing_is_rolled_back_without_a_failure() -> None:
     learner = LocalLearner(TINY, initial(), SETTINGS, None, None)
-    with rollback_on_error(learner):
+    with rollback_on_error(learner.snapshot):
         learner.accumulate([BATCH], StepMetrics())
         learner.step(1.0, 1e-2, 1e9)
     assert not torch.equal(learner.flat, initial())

@@ -12,7 +12,7 @@ from tests.fake_openai import FakeOpenAI
 
 from dora.errors import InputError, RunError
 from dora.trainer.settings import Sample
-from dora.trainer.teachers import ServerTeacher, Teachers
+from dora.trainer.teachers import ServerTeacher, mean_teacher
 
 SAMPLES = [
     Sample([1, 2], [3, 4, 5], [-1.0] * 3, 0.0),
@@ -96,5 +96,5 @@ def test_a_server_that_does_not_answer_is_refused_at_the_start(server: FakeOpenA
 
 def test_several_teachers_count_by_the_mean_of_their_logprobs() -> None:
     first, second = [torch.tensor([-1.0, -3.0])], [torch.tensor([-2.0, -1.0])]
-    (mean,) = Teachers([lambda samples: first, lambda samples: second])(SAMPLES[:1])
+    (mean,) = mean_teacher([lambda samples: first, lambda samples: second])(SAMPLES[:1])
     assert mean.tolist() == [-1.5, -2.0]

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dora.model.pretrained import load_pretrained, save_pretrained
 from dora.model.weights import WeightLayout
-from dora.trainer.critic import Critic, CriticSettings, ValueLayout, initial_critic_weights
+from dora.trainer.critic import Critic, CriticSettings, initial_critic_weights, value_layout
 from dora.trainer.lora import LoraSettings, peft_files
 from dora.trainer.packing import pack
 from dora.trainer.settings import Sample, TrainerSettings
@@ -167,7 +167,7 @@ def test_a_critic_reads_values_from_the_hidden_states_and_learns_the_returns(fol
     config, flat = load_pretrained(folder)
     settings = CriticSettings(lr=1e-2, num_steps=8, micro_batch_tokens=64, lr_decay="constant")
     critic = Critic(config, initial_critic_weights(config, flat), settings)
-    head = ValueLayout(config).views(critic.flat)["score.weight"].fill_(0.1)
+    head = value_layout(config).views(critic.flat)["score.weight"].fill_(0.1)
     batch = samples(model)
     for sample, predicted in zip(batch, critic.predict_values(batch), strict=True):
         tokens = torch.tensor([[*sample.prompt_ids, *sample.token_ids]])

@@ -22,16 +22,6 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-_REMEDIES = {  # by prefix of model_type
-    "mixtral": "its router and experts have other names; use a Qwen3-MoE",
-    "qwen2_moe": "it has shared experts; use a Qwen3-MoE",
-    "qwen3_next": "it has linear attention; use a Qwen3 or Qwen3-MoE",
-    "deepseek": "it has latent attention; its distilled Llama and Qwen2 models are supported",
-    "gemma": "it has other norms and a sliding window; use a Qwen3 or Llama of its size",
-    "phi": "it has fused projections or rotates part of a head; use a Qwen3 or Llama of its size",
-    "glm": "it rotates part of a head; use a Qwen3 or Qwen3-MoE of its size",
-    "gpt2": "it has learned positions; use a Qwen3 or Llama of its size",
-}
 _MOE_KEYS = (
     "num_experts",
     "num_experts_per_tok",
@@ -349,30 +339,22 @@ def _mistral_as_llama(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check_supported(raw: Mapping[str, Any]) -> None:
-    """Raise ModelError for a model that this decoder would compute wrongly."""
-    kind = raw.get("model_type")
-    if kind not in _ARCHITECTURES:
-        remedies = [text for prefix, text in _REMEDIES.items() if str(kind).startswith(prefix)]
-        remedy = remedies[0] if remedies else "use a checkpoint of one of these"
-        raise UnsupportedModelError(
-            f"config.json: model_type = {kind!r} is not supported; supported: {', '.join(_ARCHITECTURES)}; "
-            f"{remedy}"
-        )
+    """Raise UnsupportedModelError for a model that this decoder would compute wrongly."""
+    attends_to_all = "every layer must attend to the whole context"
+    layer_types = set(raw.get("layer_types") or ())
     rules = {
-        "hidden_act": (raw.get("hidden_act", "silu") == "silu", "the activation must be 'silu'"),
-        "use_sliding_window": (
-            not raw.get("use_sliding_window"),
-            "every layer must attend to the whole context",
-        ),
-        "layer_types": (
-            set(raw.get("layer_types") or ()) <= {"full_attention"},
-            "every layer must attend to the whole context",
-        ),
         "quantization_config": (not raw.get("quantization_config"), "use the bf16, fp16 or fp32 checkpoint"),
+        "model_type": (
+            raw.get("model_type") in _ARCHITECTURES,
+            f"the own decoder computes {', '.join(_ARCHITECTURES)}",
+        ),
+        "hidden_act": (raw.get("hidden_act", "silu") == "silu", "the activation must be 'silu'"),
+        "use_sliding_window": (not raw.get("use_sliding_window"), attends_to_all),
+        "layer_types": (layer_types <= {"full_attention"}, attends_to_all),
     }
     for key, (is_supported, rule) in rules.items():
         if not is_supported:
-            raise UnsupportedModelError(f"config.json: {key} = {raw[key]!r} is not supported: {rule}")
+            raise UnsupportedModelError(f"config.json: {key} = {raw.get(key)!r} is not supported: {rule}")
 
 
 def _moe_fields(raw: Mapping[str, Any]) -> dict[str, Any]:

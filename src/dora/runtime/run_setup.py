@@ -48,7 +48,7 @@ from dora.runtime.process.resources import DeviceAssignment, is_gpu
 from dora.stream.storage import SEGMENT_BYTES
 from dora.text import plural, size
 from dora.trainer.continuation import check_start
-from dora.trainer.critic import CriticSettings, ValueLayout
+from dora.trainer.critic import CriticSettings, value_layout
 from dora.trainer.lora import LoraSettings
 from dora.trainer.recipe import Correction, EarlierSchedule
 from dora.trainer.trainer import TrainerSettings
@@ -351,7 +351,7 @@ class RunSetup:
             return
         num_critic_weights = 0
         if self.config.algorithm.adv_estimator == "gae":
-            num_critic_weights = ValueLayout(load_config(self._critic_spec.model)).numel
+            num_critic_weights = value_layout(load_config(self._critic_spec.model)).numel
         check_start(self._continued, Path(self.config.model.path), self.lora, num_critic_weights)
 
     def check_memory(self) -> None:

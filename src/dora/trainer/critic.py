@@ -7,9 +7,8 @@ its weights are one flat buffer: the decoder's, then the head's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +17,11 @@ from torch.nn import functional as F
 from dora.errors import RunError
 from dora.model.config import ModelConfig
 from dora.model.device import to_device
-from dora.model.weights import WeightLayout
+from dora.model.weights import WeightLayout, parameter_shapes
 from dora.trainer.advantage import gae, whiten
+from dora.trainer.learner import LocalWeights
 from dora.trainer.loss import value_loss
-from dora.trainer.optimizer import Bf16Weights, FlatAdamW, learning_rate, snapshot_local_state
+from dora.trainer.optimizer import FlatAdamW, learning_rate
 from dora.trainer.packing import balanced_micro_batches, pack_samples, split_mini_batches
 from dora.trainer.recipe import Dtype, EarlierSchedule, LrDecay
 from dora.trainer.settings import Sample
@@ -56,19 +56,15 @@ class CriticSettings:
     activation_checkpointing: bool = False
 
 
-class ValueLayout(WeightLayout):
+def value_layout(config: ModelConfig) -> WeightLayout:
     """Offsets of a critic's parameters: a decoder's without the vocabulary's head, then the value head's."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config.without_head())
-        for name, shape in zip(_HEAD, ((1, config.hidden_size), (1,)), strict=True):
-            self.shapes[name], self.offsets[name] = shape, self.numel
-            self.numel += math.prod(shape)
+    head = dict(zip(_HEAD, ((1, config.hidden_size), (1,)), strict=True))
+    return WeightLayout(parameter_shapes(config.without_head()) | head)
 
 
 def initial_critic_weights(config: ModelConfig, flat: Tensor) -> Tensor:
     """Flat weights of a critic that starts from the decoder `flat`, with a head of zeros."""
-    layout = ValueLayout(config)
+    layout = value_layout(config)
     weights = torch.zeros(layout.numel, dtype=flat.dtype, device=flat.device)
     initial = WeightLayout(config).views(flat)
     for name, view in layout.views(weights).items():
@@ -112,20 +108,17 @@ def with_advantages(
     return CriticBatch(updated, [returns for _, returns in pairs])
 
 
-class Critic:
-    """Owns its flat weights ([numel of ValueLayout], fp32) and updates them in place."""
+class Critic(LocalWeights):
+    """Owns its flat weights ([numel of value_layout], fp32) and updates them in place."""
 
     def __init__(self, config: ModelConfig, flat: Tensor, settings: CriticSettings) -> None:
         """`initial_critic_weights` makes `flat`."""
-        self.flat, self.settings = flat, settings
-        layout = ValueLayout(config)
-        self._optimizer = FlatAdamW(layout, flat, settings.weight_decay, (0.9, 0.999))
-        self._bf16 = None
-        if settings.dtype == "bfloat16":
-            self._bf16 = Bf16Weights(layout, flat, self._optimizer.weights)
-        weights = (self._bf16 or self._optimizer).weights
-        checkpointing = settings.activation_checkpointing
-        self._decoder = policy_class(config)(config, weights, activation_checkpointing=checkpointing)
+        self.settings, layout = settings, value_layout(config)
+        optimizer = FlatAdamW(layout, flat, settings.weight_decay, (0.9, 0.999))
+        super().__init__(layout, flat, optimizer, settings.dtype)
+        self._decoder = policy_class(config)(
+            config, self._compute_weights, activation_checkpointing=settings.activation_checkpointing
+        )
         self._batch: CriticBatch | None = None
 
     def predict_values(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -175,9 +168,7 @@ class Critic:
                 divisor = settings.mini_batch_tokens or max(1, sum(lengths))
                 for members in self._micro_batches([answers[i][0] for i in mini_batch]):
                     sums += self._backward([answers[mini_batch[i]] for i in members], divisor)
-                norms.append(self._optimizer.step(rate, settings.max_grad_norm))
-                if self._bf16:
-                    self._bf16.refresh()
+                norms.append(self._step(rate, settings.max_grad_norm))
         num_tokens = max(1, sum(lengths) * settings.ppo_epochs)
         loss, num_clipped = sums.tolist()
         return batch.metrics() | {
@@ -190,24 +181,6 @@ class Critic:
     def end_step(self) -> None:
         """Drop the step's batch."""
         self._batch = None
-
-    def zero_grad(self) -> None:
-        """Clear the accumulated gradient."""
-        self._optimizer.gradient.zero_()
-
-    def snapshot(self) -> Callable[[], None]:
-        """Copy weights and moments to host memory; returns the function that restores them."""
-        return snapshot_local_state(self)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state; a resumed run also needs the weights."""
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict`; the weights may have changed, too."""
-        self._optimizer.load_state_dict(state)
-        if self._bf16:
-            self._bf16.refresh()
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[list[int]]:
         prompts, lengths = [s.prompt_ids for s in samples], [s.num_tokens for s in samples]

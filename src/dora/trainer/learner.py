@@ -23,10 +23,11 @@ from dora.trainer.corrections import CorrectedTokens, apply_correction
 from dora.trainer.lora import LoraAdamW
 from dora.trainer.loss import POLICY_LOSSES, LossInputs, kl_divergence, unnormalized_token_weights
 from dora.trainer.metrics import StepMetrics
-from dora.trainer.optimizer import Bf16Weights, FlatAdamW, host_copy, snapshot_local_state
+from dora.trainer.optimizer import Bf16Weights, FlatAdamW, host_copy
 from dora.trainer.packing import PackedBatch, TokenIds, pack_samples
 from dora.trainer.perf import forward_flops
 from dora.trainer.policy import BatchLogprobs, Policy
+from dora.trainer.recipe import Dtype
 from dora.trainer.routing_replay import CountingRouter, replay_routes
 from dora.trainer.settings import Sample, TrainerSettings
 from dora.trainer.transformers_policy import policy_class
@@ -86,8 +87,56 @@ class Learner(Protocol):
         """
 
 
-class LocalLearner:
-    """A learner of one process; `flat` is updated in place."""
+class LocalWeights:
+    """Weights of one process with their optimizer, and a copy to compute in bf16 with."""
+
+    def __init__(
+        self, layout: WeightLayout, flat: Tensor, optimizer: FlatAdamW | LoraAdamW, dtype: Dtype
+    ) -> None:
+        """`flat` [numel], fp32, is updated in place."""
+        self.flat, self._layout, self._optimizer = flat, layout, optimizer
+        self._bf16 = Bf16Weights(layout, flat, optimizer.weights) if dtype == "bfloat16" else None
+
+    @property
+    def _compute_weights(self) -> Mapping[str, Tensor]:
+        return (self._bf16 or self._optimizer).weights
+
+    def _step(self, lr: float, max_grad_norm: float) -> float:
+        norm = self._optimizer.step(lr, max_grad_norm)
+        self._refresh()
+        return norm
+
+    def _refresh(self) -> None:
+        if self._bf16:
+            self._bf16.refresh()
+
+    def zero_grad(self) -> None:
+        """Clear the accumulated gradient."""
+        self._optimizer.gradient.zero_()
+
+    def snapshot(self) -> Callable[[], None]:
+        """Copy weights and moments to host memory; returns the function that restores them."""
+        flat, optimizer = self.flat.detach().to("cpu", copy=True), host_copy(self.state_dict())
+
+        def restore() -> None:
+            self.flat.copy_(flat)
+            self.zero_grad()
+            self.load_state_dict(optimizer)
+
+        return restore
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state; a resumed run also needs the weights."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state_dict`; the weights may have been replaced, too."""
+        self._optimizer.load_state_dict(dict(state))
+        self._refresh()
+
+
+class LocalLearner(LocalWeights):
+    """A learner of one process."""
 
     num_ranks = 1
 
@@ -100,20 +149,17 @@ class LocalLearner:
         exact_logprobs: ComputeLogprobs | None,
     ) -> None:
         """The arguments are those of `Trainer`."""
-        self.flat, self._exact_logprobs = flat, exact_logprobs
-        self._layout = WeightLayout(config)
+        layout, self._exact_logprobs = WeightLayout(config), exact_logprobs
         decay, betas = settings.weight_decay, settings.betas
-        self._optimizer: FlatAdamW | LoraAdamW = (
-            LoraAdamW(self._layout, flat, settings.lora, decay, betas)
+        optimizer: FlatAdamW | LoraAdamW = (
+            LoraAdamW(layout, flat, settings.lora, decay, betas)
             if settings.lora
-            else FlatAdamW(self._layout, flat, decay, betas, settings.offload_optimizer)
+            else FlatAdamW(layout, flat, decay, betas, settings.offload_optimizer)
         )
-        self._bf16 = None
-        if settings.dtype == "bfloat16":
-            self._bf16 = Bf16Weights(self._layout, flat, self._optimizer.weights)
+        super().__init__(layout, flat, optimizer, settings.dtype)
         self._policy = policy_class(config, settings.model)(
             config,
-            (self._bf16 or self._optimizer).weights,
+            self._compute_weights,
             settings.temperature,
             self._exact_logprobs_of(flat),
             logits_chunk_tokens=settings.logits_chunk_tokens,
@@ -140,30 +186,13 @@ class LocalLearner:
 
     def step(self, divisor: float, lr: float, max_grad_norm: float) -> float:
         self._optimizer.gradient.div_(divisor)
-        norm = self._optimizer.step(lr, max_grad_norm)
-        if self._bf16:
-            self._bf16.refresh()
-        return norm
-
-    def zero_grad(self) -> None:
-        self._optimizer.gradient.zero_()
-
-    def snapshot(self) -> Callable[[], None]:
-        return snapshot_local_state(self)
+        return self._step(lr, max_grad_norm)
 
     def policy_with_weights(self, flat: Tensor) -> Policy:
         return self._policy.with_weights(self._compute_views(flat), self._exact_logprobs_of(flat))
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._optimizer.state_dict()
-
     def save_state(self, folder: Path) -> tuple[dict[str, Any], Future[None] | None]:
         return host_copy(self._optimizer.state_dict()), None
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._optimizer.load_state_dict(dict(state))
-        if self._bf16:
-            self._bf16.refresh()  # the weights may have been replaced with those of the moments
 
     def _compute_views(self, flat: Tensor) -> dict[str, Tensor]:
         """Views without gradients on this device, in the compute dtype; they copy `flat` only if needed."""

@@ -39,23 +39,13 @@ class LoraSettings:
         shapes = layout.shapes.items()
         return {name: shape for name, shape in shapes if name.endswith(suffixes) and len(shape) == 2}
 
-    def adapter_layout(self, layout: WeightLayout) -> MatrixLayout:
+    def adapter_layout(self, layout: WeightLayout) -> WeightLayout:
         """A [rank, in] and B [out, rank] of each of these matrices, under PEFT's names."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, (num_out, num_in) in self.target_shapes(layout).items():
             shapes[_factor_name(name, A)] = (self.rank, num_in)
             shapes[_factor_name(name, B)] = (num_out, self.rank)
-        return MatrixLayout(shapes)
-
-
-class MatrixLayout(WeightLayout):
-    """Offsets of some matrices in a flat buffer of their own."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.shapes, self.offsets, self.numel = dict(shapes), {}, 0
-        for name, shape in shapes.items():
-            self.offsets[name] = self.numel
-            self.numel += math.prod(shape)
+        return WeightLayout(shapes)
 
 
 class Adapters:
@@ -128,7 +118,7 @@ class LoraAdamW:
         """`flat` are the base weights."""
         self.flat = flat
         self._adapters = Adapters(layout, lora, weight_decay, betas, flat)
-        targets = MatrixLayout(self._adapters.target_shapes)
+        targets = WeightLayout(self._adapters.target_shapes)
         self._merged = {name: view for name, view in layout.views(flat).items() if name in targets.shapes}
         self._base = {name: view.detach().clone() for name, view in self._merged.items()}
         self.gradient = torch.zeros(targets.numel, dtype=flat.dtype, device=flat.device)
@@ -188,7 +178,7 @@ def _factor_name(matrix: str, factor: str) -> str:
     return f"{matrix.removesuffix('.weight')}.{factor}"
 
 
-def _initial_adapters(layout: MatrixLayout) -> Tensor:
+def _initial_adapters(layout: WeightLayout) -> Tensor:
     """A uniform between -1 / sqrt(in) and 1 / sqrt(in), B zero, so the merged weights equal the base's."""
     flat, source = torch.zeros(layout.numel), torch.Generator().manual_seed(0)
     for name, view in layout.views(flat).items():

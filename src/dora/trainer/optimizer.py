@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -300,52 +300,16 @@ def learning_rate(
     return peak * max(0.0, (num_steps - step) / (num_steps - warmup_steps))
 
 
-class Snapshottable(Protocol):
-    """Weights with their optimizer, in one process or in several."""
-
-    def snapshot(self) -> Callable[[], None]:
-        """Copy weights and moments to host memory; returns the function that restores them."""
-
-
-class LocalState(Protocol):
-    """Weights with their optimizer in one process."""
-
-    @property
-    def flat(self) -> Tensor:
-        """The weights [numel], updated in place."""
-
-    def zero_grad(self) -> None:
-        """Clear the accumulated gradient."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict`; the weights may have changed, too."""
-
-
 @contextmanager
-def rollback_on_error(*states: Snapshottable) -> Iterator[None]:
-    """Restore weights and moments if the block raises. Snapshots are in host memory."""
-    restores = [state.snapshot() for state in states]
+def rollback_on_error(*snapshots: Callable[[], Callable[[], None]]) -> Iterator[None]:
+    """Make snapshots, and restore them if the block raises. Each returns the function that restores it."""
+    restores = [snapshot() for snapshot in snapshots]
     try:
         yield
     except BaseException:
         for restore in restores:
             restore()
         raise
-
-
-def snapshot_local_state(state: LocalState) -> Callable[[], None]:
-    """`Snapshottable.snapshot` for the state of one process."""
-    flat, optimizer = state.flat.detach().to("cpu", copy=True), host_copy(state.state_dict())
-
-    def restore() -> None:
-        state.flat.copy_(flat)
-        state.zero_grad()
-        state.load_state_dict(optimizer)
-
-    return restore
 
 
 def host_copy(value: Any) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,24 +13,18 @@ from dora.errors import InputError, RunError
 from dora.openai_server import OpenAIServer
 from dora.trainer.settings import Sample
 
-
-class Teacher(Protocol):
-    """A model that scores responses."""
-
-    def __call__(self, samples: Sequence[Sample], /) -> Sequence[Tensor]:
-        """Log-probs (nats) of each sample's tokens of the loss, float32 [tokens]."""
+# Log-probs (nats) of each sample's tokens of the loss, float32 [tokens].
+Teacher = Callable[[Sequence[Sample]], Sequence[Tensor]]
 
 
-class Teachers:
+def mean_teacher(teachers: Sequence[Teacher]) -> Teacher:
     """The mean of the log-probs of several teachers, whose KL is the mean of theirs."""
 
-    def __init__(self, teachers: Sequence[Teacher]) -> None:
-        self._teachers = teachers
-
-    def __call__(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """As `Teacher`."""
-        scored = [teacher(samples) for teacher in self._teachers]
+    def score(samples: Sequence[Sample]) -> list[Tensor]:
+        scored = [teacher(samples) for teacher in teachers]
         return [torch.stack(parts).mean(0) for parts in zip(*scored, strict=True)]
+
+    return score
 
 
 class ServerTeacher:

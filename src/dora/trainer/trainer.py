@@ -25,7 +25,7 @@ from dora.trainer.learner import ComputeLogprobs, Learner, LocalLearner
 from dora.trainer.logprobs import response_logprobs
 from dora.trainer.loss import batch_divisor, unnormalized_token_weights
 from dora.trainer.metrics import StepMetrics, ages_to_check, choose_spot_checks
-from dora.trainer.optimizer import Snapshottable, host_copy, learning_rate, rollback_on_error
+from dora.trainer.optimizer import host_copy, learning_rate, rollback_on_error
 from dora.trainer.packing import balanced_micro_batches, sequential_micro_batches, split_mini_batches
 from dora.trainer.recipe import LOSS_TRAITS
 from dora.trainer.settings import Sample, TrainerSettings
@@ -125,9 +125,10 @@ class Trainer:
 
     def finish_step(self) -> dict[str, float]:
         """Accumulate the rest of the complete batch and update the weights; as `step`."""
-        rollback: list[Snapshottable] = [] if self.settings.mini_batch_tokens is None else [self._learner]
+        snapshots = [] if self.settings.mini_batch_tokens is None else [self._learner.snapshot]
+        snapshots += [] if self.critic is None else [self.critic.snapshot]
         critic_metrics: dict[str, float] = {}
-        with rollback_on_error(*rollback, *([self.critic] if self.critic else [])):
+        with rollback_on_error(*snapshots):
             if self.critic is not None:
                 critic_metrics = self.critic.update(self.num_steps_done)
             metrics = self._update()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +49,7 @@ from dora.trainer.critic import Critic, initial_critic_weights
 from dora.trainer.learner import ComputeLogprobs
 from dora.trainer.logprobs import GroupLogprobs
 from dora.trainer.settings import Sample, TrainerSettings
-from dora.trainer.teachers import ServerTeacher, Teacher, Teachers
+from dora.trainer.teachers import ServerTeacher, Teacher, mean_teacher
 from dora.weights.store import WeightStore
 
 Rows = Sequence[NDArray[np.float32]]  # [tokens] of each sample of a group
@@ -68,8 +69,8 @@ class GroupStream(Protocol):
         """Write the worker's column of a group."""
 
 
-class ColumnQueue:
-    """Committed groups whose column is not computed yet, in the order of their steps."""
+class ColumnWorker(ABC):
+    """Computes a column of committed groups, in the order of their steps."""
 
     def __init__(self, groups: GroupStream, last_step: float) -> None:
         """Groups of steps up to `last_step` can be computed with the weights at hand."""
@@ -77,58 +78,50 @@ class ColumnQueue:
         self._pending: list[tuple[int, int, GroupId]] = []  # heap of (step, number, group)
         self._num_committed = 0
 
-    def commit(self, step: int, group: GroupId) -> None:
-        """Add a group that is committed to `step`. A redone step may come after later ones."""
-        heapq.heappush(self._pending, (step, self._num_committed, group))
-        self._num_committed += 1
-
-    def start_step(self, step: int) -> None:
-        """The weights that `step` starts from are loaded."""
-        self._last_step = step
-
     @property
     def can_compute(self) -> bool:
         """Whether a group can be computed now."""
         return bool(self._pending) and self._pending[0][0] <= self._last_step
 
-    def compute_next(self, compute: Callable[[GroupId, list[StoredSample]], Rows]) -> None:
+    def compute_next(self) -> None:
         """Compute and write the column of the next group."""
         *_, group = heapq.heappop(self._pending)
-        self._groups.fill(group, compute(group, self._groups.read_group(group)))
+        self._groups.fill(group, self._compute(group, self._groups.read_group(group)))
+
+    def _commit(self, step: int, group: GroupId) -> None:
+        """Add a group that is committed to `step`. A redone step may come after later ones."""
+        heapq.heappush(self._pending, (step, self._num_committed, group))
+        self._num_committed += 1
+
+    @abstractmethod
+    def _compute(self, group: GroupId, stored: Sequence[StoredSample]) -> Rows: ...
 
 
-class LogprobWorker:
+class LogprobWorker(ColumnWorker):
     """Computes log-probs under the weights that a step starts from, or under weights that never change."""
 
     def __init__(
         self,
         groups: GroupStream,
-        logprobs: GroupLogprobs | Teachers,
+        logprobs: GroupLogprobs | Teacher,
         fetch_version: Callable[[int], Tensor | None] | None = None,
     ) -> None:
         """`fetch_version` gives the weights that a step starts from, or None if that step is over.
 
         Without it the weights never change.
         """
-        self._columns = ColumnQueue(groups, float("inf") if fetch_version is None else -1)
+        super().__init__(groups, float("inf") if fetch_version is None else -1)
         self._logprobs, self._fetch_version = logprobs, fetch_version
-
-    @property
-    def can_compute(self) -> bool:
-        return self._columns.can_compute
-
-    def compute_next(self) -> None:
-        self._columns.compute_next(self._compute)
 
     def handle(self, message: object) -> CriticUpdated | None:
         match message:
             case AccumulateGroup(step, group):
-                self._columns.commit(step, group)
+                self._commit(step, group)
             case WeightsPublished(version) if self._fetch_version is not None:
                 if (flat := self._fetch_version(version)) is not None:
                     assert isinstance(self._logprobs, GroupLogprobs)
                     self._logprobs.load_weights(flat)
-                    self._columns.start_step(version)
+                    self._last_step = version
         return None
 
     def _compute(self, group: GroupId, stored: Sequence[StoredSample]) -> Rows:
@@ -141,7 +134,7 @@ class LogprobWorker:
         return [np.concatenate([next(logprobs).numpy() for _ in row]) for row in rows]
 
 
-class CriticWorker:
+class CriticWorker(ColumnWorker):
     """Predicts values of committed groups, and updates the critic once the batch of a step is complete."""
 
     def __init__(
@@ -153,22 +146,15 @@ class CriticWorker:
         num_steps_done: int = 0,
     ) -> None:
         """`shape_rewards`: see `AdvantageSettings`. The critic's state for a checkpoint goes to `folder`."""
+        super().__init__(groups, num_steps_done)
         self._critic, self._num_steps_done = critic, num_steps_done
         self._shape_rewards, self._folder = shape_rewards, folder
-        self._columns = ColumnQueue(groups, num_steps_done)
         self._predicted: dict[GroupId, tuple[list[Sample], list[float]]] = {}  # samples and their rewards
-
-    @property
-    def can_compute(self) -> bool:
-        return self._columns.can_compute
-
-    def compute_next(self) -> None:
-        self._columns.compute_next(self._compute)
 
     def handle(self, message: object) -> CriticUpdated | None:
         match message:
             case AccumulateGroup(step, group):
-                self._columns.commit(step, group)
+                self._commit(step, group)
             case TrainStep(step, groups) if step == self._num_steps_done:  # else the trainer repeats it
                 return CriticUpdated(step, self._update(groups))
             case SaveCheckpoint():
@@ -195,8 +181,7 @@ class CriticWorker:
         )
         metrics = self._critic.update(self._num_steps_done)
         self._critic.end_step()
-        self._num_steps_done += 1
-        self._columns.start_step(self._num_steps_done)
+        self._last_step = self._num_steps_done = self._num_steps_done + 1
         return metrics
 
 
@@ -270,13 +255,13 @@ def _make_worker(spec: AuxWorkerSpec, groups: GroupStream) -> AuxWorker:
     return LogprobWorker(groups, logprobs, fetch_version)
 
 
-def _make_teachers(spec: TeacherSpec, settings: TrainerSettings, device: str) -> Teachers:
+def _make_teachers(spec: TeacherSpec, settings: TrainerSettings, device: str) -> Teacher:
     teachers: list[Teacher] = [ServerTeacher(server, spec.timeout_s) for server in spec.servers]
     for folder in spec.folders:
         config, flat = load_pretrained(folder)
         teachers.append(own := GroupLogprobs(config, settings, device))
         own.load_weights(flat)
-    return Teachers(teachers)
+    return mean_teacher(teachers)
 
 
 def replay_store(spec: TrainerSpec, shapes: Shapes | None = None) -> WeightStore | None:
