@@ -23,7 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dora.config import load as config_files
 from dora.config.toml import to_toml
 from dora.errors import InputError, RunError
-from dora.metrics.status import RunStatus, read_status
+from dora.metrics.status import RunStatus, driver_of, read_status
+from dora.metrics.writer import METRICS_FILE, read_metrics
 from dora.report import page
 from dora.report.samples import read_responses
 from dora.runtime.run_dir import check_out
@@ -128,9 +129,7 @@ class Run:
 
     def metrics(self) -> Table:
         """A row for each training step and each evaluation so far; see docs/metrics.md for the columns."""
-        path = self.folder / "metrics.jsonl"
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        return Table([json.loads(line) for line in text.split("\n")[:-1]])  # the last line may be incomplete
+        return Table(read_metrics(self.folder / METRICS_FILE))
 
     def samples(self, last: int | None = None) -> Table:
         """Prompts and responses as text, with rewards, of the `last` groups; None: of all."""
@@ -161,11 +160,7 @@ class Run:
 
         A run that has written nothing yet ends without a trace.
         """
-        if self._process is not None:
-            driver = psutil.Process(self._process.pid) if self._process.poll() is None else None
-        else:
-            driver = _driver_of(self.folder)
-        if driver is not None:
+        if (driver := self._driver()) is not None:
             driver.terminate()
             psutil.wait_procs([driver], STOP_TIMEOUT_S)
 
@@ -173,7 +168,7 @@ class Run:
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         with Progress(*columns, disable=not shows_progress) as progress:
             bar = progress.add_task("starting", total=None)
-            while self._is_running():
+            while self._driver() is not None:
                 self._show(progress, bar)
                 time.sleep(POLL_INTERVAL_S)
             self._show(progress, bar)
@@ -185,10 +180,11 @@ class Run:
             description = f"reward {reward:.3f}"
             progress.update(bar, completed=len(steps), total=total, description=description)
 
-    def _is_running(self) -> bool:
-        if self._process is not None:
-            return self._process.poll() is None
-        return _driver_of(self.folder) is not None
+    def _driver(self) -> psutil.Process | None:
+        """Its process, if it is alive and on this machine."""
+        if self._process is None:
+            return driver_of(self.folder)
+        return psutil.Process(self._process.pid) if self._process.poll() is None else None
 
     def _console(self) -> str:
         """The last line that the run has printed."""
@@ -253,14 +249,3 @@ def load(folder: Path | str) -> Run:
     run = Run(Path(folder))
     _ = run.status
     return run
-
-
-def _driver_of(folder: Path) -> psutil.Process | None:
-    """The process that drives a run, if it is alive and on this machine."""
-    from dora.metrics.status import DRIVER_FILE, is_alive
-
-    try:
-        driver = json.loads((folder / DRIVER_FILE).read_text())
-    except (OSError, ValueError):
-        return None
-    return psutil.Process(driver["pid"]) if is_alive(driver["pid"], driver["created_s"]) else None

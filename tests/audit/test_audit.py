@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.journal.recorded_runs import Record, edited, edited_samples, record_run
+from tests.journal.recorded_runs import Edit, Record, edited, edited_samples, record_run, with_edits
 
 from dora.audit import audit
 from dora.audit.audit import FILES
@@ -15,8 +14,6 @@ from dora.core.actions import Action, Generate
 from dora.core.events import EngineLost, Event, OutputsLost, ProgressReported
 from dora.core.types import RequestId
 from dora.sim.random_config import draw_world_config
-
-Edit = Callable[[list[Record]], object]
 
 
 def of(records: list[Record], kind: str, nth: int = 0) -> Record:
@@ -316,9 +313,7 @@ def test_runs_of_many_kinds_pass(tmp_path: Path, seed: int) -> None:
     assert audit.check(record_run(tmp_path / "run", draw_world_config(seed), seed)).findings == ()
 
 
-@pytest.mark.parametrize(
-    ("edit", "guarantee", "words"), EDITS, ids=[f"{c.__name__}: {words}" for c, _, words in EDITS]
-)
+@with_edits(EDITS)
 def test_an_edited_journal_breaks_its_guarantee(
     finished_run: Path, tmp_path: Path, edit: Edit, guarantee: str, words: str
 ) -> None:

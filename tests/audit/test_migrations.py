@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.journal.recorded_runs import Record, edited
+from tests.journal.recorded_runs import Edit, Record, edited, with_edits
 from tests.journal.story import EVENTS, write_story
 
 from dora.audit import audit
-
-Edit = Callable[[list[Record]], object]
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +119,7 @@ def test_a_run_may_stop_after_any_event(tmp_path: Path, num_events: int) -> None
     assert (result.findings_against("C1"), result.findings_against("C3")) == ([], [])
 
 
-@pytest.mark.parametrize(
-    ("edit", "guarantee", "words"), EDITS, ids=[f"{c.__name__}: {words}" for c, _, words in EDITS]
-)
+@with_edits(EDITS)
 def test_an_edited_migration_breaks_its_guarantee(
     story: Path, tmp_path: Path, edit: Edit, guarantee: str, words: str
 ) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.journal.recorded_runs import Record, edited, record_run, world_config
+from tests.journal.recorded_runs import Edit, Record, edited, record_run, with_edits, world_config
 
 from dora.audit import audit
 from dora.core.events import DigestReported, Published, TrainerReplaced
 from dora.journal import replay, why
 from dora.journal.reader import read_journal
 from dora.sim.random_config import FaultConfig
-
-Edit = Callable[[list[Record]], object]
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +110,7 @@ EDITS: list[tuple[Edit, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("edit", "guarantee", "words"), EDITS, ids=[f"{c.__name__}: {words}" for c, _, words in EDITS]
-)
+@with_edits(EDITS)
 def test_an_edited_redo_breaks_its_guarantee(
     replaced: Path, tmp_path: Path, edit: Edit, guarantee: str, words: str
 ) -> None:

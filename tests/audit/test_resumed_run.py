@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.journal.recorded_runs import Record, RecordedWorld, edited, world_config
+from tests.journal.recorded_runs import Edit, Record, RecordedWorld, edited, with_edits, world_config
 
 from dora.audit import audit
 from dora.core.events import Resumed, Trained
@@ -19,7 +18,6 @@ from dora.journal.writer import JournalWriter
 from dora.runtime.main_loop import run_main_loop
 from dora.stream.sample_db import SampleStore
 
-Edit = Callable[[list[Record]], object]
 FROM_STEP, NUM_REDONE = 3, 2
 
 
@@ -132,9 +130,7 @@ EDITS: list[tuple[Edit, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("edit", "guarantee", "words"), EDITS, ids=[f"{c.__name__}: {words}" for c, _, words in EDITS]
-)
+@with_edits(EDITS)
 def test_an_edited_resume_breaks_its_guarantee(
     resumed_run: Path, tmp_path: Path, edit: Edit, guarantee: str, words: str
 ) -> None:

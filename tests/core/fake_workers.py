@@ -313,3 +313,15 @@ def _concerns(event: Event, group: GroupId) -> bool:
             return of == group
         case _:
             return False
+
+
+def run_in_step(num_steps: int) -> FakeWorkers:
+    """`num_steps` are trained, and the next one is running; two engines of four rows, two groups of two
+    siblings per batch.
+    """
+    run = FakeWorkers(limits(num_steps=9, group_size=2, max_staleness=2))
+    for engine in (0, 1):
+        run.join(engine, rows=4, slots=3)
+    run.deliver_all(unless=lambda event: isinstance(event, Trained) and event.step == num_steps)
+    assert run.state.training_step == num_steps
+    return run

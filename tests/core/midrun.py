@@ -12,10 +12,29 @@ from dora.core.types import GroupId, Limits, RequestId
 from dora.sim.checker import Checker
 
 
+def request(row: int, sibling: int = 0) -> RequestId:
+    """A request of the first epoch."""
+    return RequestId(0, row, sibling)
+
+
 def state_at(limits: Limits, newest: int) -> State:
     """All versions up to `newest` are stored; the step that trains `newest` comes next."""
     store = {version: f"v{version}" for version in range(newest + 1)}
     return State(limits, newest_published=newest, next_step=newest, stored_versions=store)
+
+
+def state_with_tail(**changes: Any) -> State:
+    """Engines 0 and 1 have one request of version 0 each; engine 2 is full of version 1, the newest."""
+    limits: dict[str, Any] = {"num_steps": 20, "batch_size": 8, "group_size": 1, "max_staleness": 2}
+    state = state_at(Limits(**limits, **changes), newest=1)
+    for number, version in enumerate((0, 0, 1)):
+        add_engine(state, number, rows=4, loaded={version}, row_tokens_per_s=10.0)
+    add_running(state, 0, 0, 0, num_tokens=100)
+    add_running(state, 1, 0, 1, num_tokens=120)
+    add_running(state, 2, 1, 2, 3, 4, 5, num_tokens=10)
+    state.costs.mean_response_tokens = 200.0
+    state.load_candidates.clear()
+    return state
 
 
 def add_engine(

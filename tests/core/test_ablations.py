@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.core.fake_workers import limits
-from tests.core.midrun import add_engine, add_prompts, add_running, state_at
+from tests.core.midrun import add_prompts, state_with_tail
 
 from dora.core.admission import admit
 from dora.core.event_handlers import handle
@@ -14,18 +14,6 @@ from dora.core.events import ProgressReported, Published
 from dora.core.migration import migrate
 from dora.core.placement import apportion_by_rounding, begin_rebalance, repartition
 from dora.core.state import State
-
-
-def state_with_tail(*ablations: str) -> State:
-    """Engines 0 and 1 have one request of version 0 each; engine 2 is full of the newest version."""
-    state = state_at(limits(num_steps=20, batch_size=8, max_staleness=2, ablations=ablations), newest=1)
-    for number, version in enumerate((0, 0, 1)):
-        add_engine(state, number, rows=4, loaded={version}, row_tokens_per_s=10.0)
-    add_running(state, 0, 0, 0, num_tokens=100)
-    add_running(state, 1, 0, 1, num_tokens=120)
-    add_running(state, 2, 1, 2, 3, 4, 5, num_tokens=10)
-    state.costs.mean_response_tokens = 200.0
-    return state
 
 
 def repartitions(state: State) -> bool:
@@ -82,7 +70,7 @@ EFFECTS: dict[str, Any] = {
 @pytest.mark.parametrize("other", EFFECTS)
 def test_an_ablation_switches_off_only_its_own_part(ablation: str, other: str) -> None:
     assert EFFECTS[ablation](state_with_tail())
-    assert EFFECTS[ablation](state_with_tail(other)) == (ablation != other)
+    assert EFFECTS[ablation](state_with_tail(ablations=(other,))) == (ablation != other)
 
 
 def test_rounding_as_in_the_paper_may_miss_the_sum() -> None:

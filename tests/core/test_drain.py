@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.core.fake_workers import FakeWorkers, is_work, limits
-from tests.core.midrun import add_engine, add_prompts, add_running, state_at
+from tests.core.midrun import add_engine, add_prompts, add_running, request, state_at
 
 from dora.core.actions import Generate, Load, Migrate, RejectDrain, RemoveEngine
 from dora.core.events import (
@@ -20,13 +20,8 @@ from dora.core.events import (
     TimerFired,
 )
 from dora.core.state import State
-from dora.core.types import RequestId
 
 BOUNDS = limits(num_steps=20, batch_size=8, max_staleness=2)
-
-
-def request(row: int, sibling: int = 0) -> RequestId:
-    return RequestId(0, row, sibling)
 
 
 def two_engines(slots: int = 1, other: tuple[int, ...] = (0,), rows: int = 4) -> State:

@@ -6,18 +6,14 @@ from typing import Any
 
 import pytest
 from tests.core.fake_workers import FakeWorkers, limits
-from tests.core.midrun import add_engine, add_running, add_waiting, state_at
+from tests.core.midrun import add_engine, add_running, add_waiting, request, state_at
 
 from dora.core.actions import Generate, Migrate
 from dora.core.events import Migrated, ProgressReported, TimerFired
 from dora.core.migration import migrate
 from dora.core.placement import repartition
 from dora.core.state import State
-from dora.core.types import GroupId, RequestId
-
-
-def request(row: int, sibling: int = 0) -> RequestId:
-    return RequestId(0, row, sibling)
+from dora.core.types import GroupId
 
 
 def new_state(newest: int = 0, **changes: Any) -> State:

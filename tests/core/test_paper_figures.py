@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import pytest
 from tests.core.fake_workers import FakeWorkers, limits
-from tests.core.midrun import add_engine, add_prompts, add_running, state_at
+from tests.core.midrun import add_engine, add_prompts, add_running, request, state_at
 
 from dora.core.actions import Abort, Admit, Commit, Drop, Fail, Filter, Generate, Load, Migrate, Train
 from dora.core.events import Loaded, Migrated, PromptsFetched, RequestFinished, TimerFired
 from dora.core.placement import apportion
 from dora.core.state import State
-from dora.core.types import GroupId, RequestId
+from dora.core.types import GroupId
 
 A, B, C, D = range(4)
-
-
-def request(row: int) -> RequestId:
-    return RequestId(0, row, 0)
 
 
 def figure_6(balance_running: bool) -> State:

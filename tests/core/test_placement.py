@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from tests.core.fake_workers import FakeWorkers, finished, is_work, limits
-from tests.core.midrun import add_engine, add_running, add_waiting, state_at
+from tests.core.midrun import add_engine, add_running, add_waiting, request, state_at
 
 from dora.core.actions import Abort, Fail, Generate, Load
 from dora.core.bound import sort_by_deadline
 from dora.core.events import EngineLost, ProgressReported, RequestsAborted, TimerFired
 from dora.core.placement import place_waiting
 from dora.core.state import State
-from dora.core.types import AdaptiveStalenessRule, GroupId, RequestId
-
-
-def request(row: int, sibling: int) -> RequestId:
-    return RequestId(0, row, sibling)
+from dora.core.types import AdaptiveStalenessRule, GroupId
 
 
 def test_siblings_stay_together_where_rows_allow() -> None:

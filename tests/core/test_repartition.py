@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from tests.core.fake_workers import FakeWorkers, limits
-from tests.core.midrun import add_engine, add_running, add_waiting, state_at
+from tests.core.midrun import add_engine, add_running, add_waiting, state_at, state_with_tail
 
 from dora.core import weight_sync
 from dora.core.actions import Drop, Load, Migrate
@@ -30,19 +28,6 @@ BOUNDS = limits(num_steps=20, batch_size=8, max_staleness=2)
 def evictions(state: State) -> dict[int, tuple[int | None, int | None]]:
     """Engine -> (evicted version, next load), for engines that flip."""
     return {e.id: (e.evicting, e.next_load) for e in state.engines.values() if e.next_load is not None}
-
-
-def state_with_tail(mean_response_tokens: float = 200.0, **changes: Any) -> State:
-    """Engines 0 and 1 have one request of version 0 each; engine 2 is full of version 1, the newest."""
-    state = state_at(limits(num_steps=20, batch_size=8, max_staleness=2, **changes), newest=1)
-    for number, version in enumerate((0, 0, 1)):
-        add_engine(state, number, rows=4, loaded={version}, row_tokens_per_s=10.0)
-    add_running(state, 0, 0, 0, num_tokens=100)
-    add_running(state, 1, 0, 1, num_tokens=120)
-    add_running(state, 2, 1, 2, 3, 4, 5, num_tokens=10)
-    state.costs.mean_response_tokens = mean_response_tokens
-    state.load_candidates.clear()
-    return state
 
 
 def test_the_engine_with_least_kv_evicts_its_version() -> None:

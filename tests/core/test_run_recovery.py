@@ -5,21 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests.core.fake_workers import FakeWorkers, is_work, limits
+from tests.core.fake_workers import FakeWorkers, is_work, limits, run_in_step
 
 from dora.core.actions import Admit, FetchPrompts, Generate, Load, Publish, Score, Stop, Train
 from dora.core.events import Event, GroupScored, Published, RequestFinished, Trained
 from dora.core.types import GroupId, ProtocolError, RequestId
-
-
-def new_run(num_steps: int) -> FakeWorkers:
-    """`num_steps` are trained; two engines of four rows, two groups of two siblings per batch."""
-    run = FakeWorkers(limits(num_steps=9, group_size=2, max_staleness=2))
-    for engine in (0, 1):
-        run.join(engine, rows=4, slots=3)
-    run.deliver_all(unless=lambda event: isinstance(event, Trained) and event.step == num_steps)
-    assert run.state.training_step == num_steps
-    return run
 
 
 def deliver_until(run: FakeWorkers, kind: type[Event]) -> None:
@@ -28,7 +18,7 @@ def deliver_until(run: FakeWorkers, kind: type[Event]) -> None:
 
 
 def test_steps_after_the_checkpoint_are_redone_with_their_batches() -> None:
-    run = new_run(num_steps=5)
+    run = run_in_step(5)
     batches = {action.step: action.groups for action in run.actions(Train)}
     run.emitted.clear()
     assert run.crash(from_step=3)[0] == Publish(3)
@@ -40,7 +30,7 @@ def test_steps_after_the_checkpoint_are_redone_with_their_batches() -> None:
 
 
 def test_nothing_is_admitted_before_all_steps_are_redone() -> None:
-    run = new_run(num_steps=5)
+    run = run_in_step(5)
     run.emitted.clear()
     run.crash(from_step=3)
     run.join(0, rows=8, slots=3)
@@ -92,7 +82,7 @@ def test_a_checkpoint_without_a_pinned_version_is_rejected() -> None:
 
 @pytest.mark.parametrize("change", [lambda step: step + 1, lambda step: step + 3])
 def test_a_checkpoint_ahead_of_the_trained_steps_is_rejected(change: Callable[[int], int]) -> None:
-    run = new_run(num_steps=2)
+    run = run_in_step(2)
     with pytest.raises(ProtocolError, match="must not be ahead of the trained steps"):
         run.crash(from_step=change(2))
 
@@ -112,7 +102,7 @@ def test_requested_prompts_are_requested_again() -> None:
 
 
 def test_a_finished_run_can_be_resumed_and_finishes_again() -> None:
-    run = new_run(num_steps=8)
+    run = run_in_step(8)
     run.deliver_all()
     assert run.orchestrator.done
     run.emitted.clear()
@@ -124,7 +114,7 @@ def test_a_finished_run_can_be_resumed_and_finishes_again() -> None:
 
 
 def test_the_run_may_crash_again_while_it_redoes_steps() -> None:
-    run = new_run(num_steps=5)
+    run = run_in_step(5)
     run.crash(from_step=2)
     deliver_until(run, Published)
     run.deliver_all(unless=lambda event: event == Trained(3))
@@ -138,7 +128,7 @@ def test_the_run_may_crash_again_while_it_redoes_steps() -> None:
 
 
 def test_a_finished_run_that_gets_more_steps_admits_and_trains_again() -> None:
-    run = new_run(num_steps=8)
+    run = run_in_step(8)
     run.deliver_all()
     run.emitted.clear()
     run.crash(from_step=9, num_steps=11)
@@ -151,7 +141,7 @@ def test_a_finished_run_that_gets_more_steps_admits_and_trains_again() -> None:
 
 
 def test_more_steps_move_the_deadlines_of_new_groups_only() -> None:
-    run = new_run(num_steps=4)
+    run = run_in_step(4)
     run.deliver_all(unless=lambda event: isinstance(event, RequestFinished) and event.version == 6)
     admitted = {action.group: action.deadline for action in run.actions(Admit) if action.version == 6}
     assert {*admitted.values()} == {8}
@@ -165,6 +155,6 @@ def test_more_steps_move_the_deadlines_of_new_groups_only() -> None:
 
 @pytest.mark.parametrize("num_steps", [9, 8])
 def test_a_run_can_only_get_more_steps(num_steps: int) -> None:
-    run = new_run(num_steps=5)
+    run = run_in_step(5)
     with pytest.raises(ProtocolError, match="num_steps can only grow"):
         run.crash(from_step=5, num_steps=num_steps)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import pytest
 from tests.core.fake_workers import FakeWorkers, limits
-from tests.core.midrun import add_engine, add_running, state_at
+from tests.core.midrun import add_engine, add_running, request, state_at
 
 from dora.core.actions import Action, DecodeOnly, ReportStall, Train
 from dora.core.events import GroupScored, Migrated, ProgressReported, RequestFinished, TimerFired, Trained
 from dora.core.state import State
-from dora.core.types import GroupId, RequestId
-
-
-def request(row: int, sibling: int = 0) -> RequestId:
-    return RequestId(0, row, sibling)
+from dora.core.types import GroupId
 
 
 def state_before_stall(**changes: object) -> State:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.core.fake_workers import FakeWorkers, limits
+from tests.core.fake_workers import FakeWorkers, limits, run_in_step
 
 from dora.core import codec
 from dora.core.actions import Admit, Generate, Publish, ReportDigest, ReportStall, Stop, Train
@@ -23,18 +23,8 @@ from dora.core.types import ProtocolError
 from dora.core.wait_graph import find_root_causes, find_waits
 
 
-def new_run(num_steps: int) -> FakeWorkers:
-    """`num_steps` are trained, and the next one is running."""
-    run = FakeWorkers(limits(num_steps=9, group_size=2, max_staleness=2))
-    for engine in (0, 1):
-        run.join(engine, rows=4, slots=3)
-    run.deliver_all(unless=lambda event: isinstance(event, Trained) and event.step == num_steps)
-    assert run.state.training_step == num_steps
-    return run
-
-
 def test_steps_after_the_checkpoint_are_redone_with_their_batches() -> None:
-    run = new_run(num_steps=5)
+    run = run_in_step(5)
     batches = {action.step: action.groups for action in run.actions(Train)}
     run.lose_trainer()
     run.emitted.clear()
@@ -65,7 +55,7 @@ def test_engines_keep_their_versions_and_requests_and_get_more() -> None:
 
 
 def test_a_redone_version_leaves_the_published_weights_unchanged() -> None:
-    run = new_run(num_steps=3)
+    run = run_in_step(3)
     redone = DigestReported(3, "v3 again")
     run.lose_trainer()
     run.replace_trainer(from_step=2)
@@ -76,7 +66,7 @@ def test_a_redone_version_leaves_the_published_weights_unchanged() -> None:
 
 
 def test_without_a_checkpoint_all_steps_are_redone() -> None:
-    run = new_run(num_steps=2)
+    run = run_in_step(2)
     run.lose_trainer()
     run.emitted.clear()
     run.replace_trainer(from_step=0)
@@ -92,7 +82,7 @@ def test_a_trainer_lost_before_the_first_publication_publishes_version_0() -> No
 
 
 def test_a_trained_but_unpublished_step_is_redone_and_published() -> None:
-    run = new_run(num_steps=2)
+    run = run_in_step(2)
     run.deliver(Trained(2))
     run.lose_trainer()
     run.emitted.clear()
@@ -103,14 +93,14 @@ def test_a_trained_but_unpublished_step_is_redone_and_published() -> None:
 
 
 def test_a_checkpoint_of_an_unpublished_version_publishes_it() -> None:
-    run = new_run(num_steps=2)
+    run = run_in_step(2)
     run.deliver(Trained(2))
     run.lose_trainer()
     assert run.replace_trainer(from_step=3)[0] == Publish(3)
 
 
 def test_the_trainer_may_be_lost_again_while_it_redoes_steps() -> None:
-    run = new_run(num_steps=5)
+    run = run_in_step(5)
     run.lose_trainer()
     run.replace_trainer(from_step=2)
     run.deliver_all(unless=lambda event: event == Trained(3))
@@ -122,7 +112,7 @@ def test_the_trainer_may_be_lost_again_while_it_redoes_steps() -> None:
 
 
 def test_the_run_may_crash_while_the_trainer_is_lost() -> None:
-    run = new_run(num_steps=5)
+    run = run_in_step(5)
     run.lose_trainer()
     run.crash(from_step=4)
     run.join(0, rows=4, slots=3)
@@ -131,7 +121,7 @@ def test_the_run_may_crash_while_the_trainer_is_lost() -> None:
 
 
 def test_a_run_does_not_finish_before_its_last_steps_are_redone() -> None:
-    run = new_run(num_steps=8)
+    run = run_in_step(8)
     run.deliver_all(unless=lambda event: event == Published(9, "v9"))
     run.lose_trainer()
     run.replace_trainer(from_step=7)
@@ -142,7 +132,7 @@ def test_a_run_does_not_finish_before_its_last_steps_are_redone() -> None:
 
 
 def test_a_restored_orchestrator_redoes_the_remaining_steps() -> None:
-    run = new_run(num_steps=5)
+    run = run_in_step(5)
     run.lose_trainer()
     run.replace_trainer(from_step=3)
     restored = codec.state_from_json(json.loads(json.dumps(codec.state_to_json(run.state))))
@@ -153,7 +143,7 @@ def test_a_restored_orchestrator_redoes_the_remaining_steps() -> None:
 
 
 def test_a_lost_trainer_is_the_root_cause_and_not_a_stall() -> None:
-    run = new_run(num_steps=2)
+    run = run_in_step(2)
     run.lose_trainer()
     assert find_root_causes(find_waits(run.state)) == ["trainer"]
     run.deliver_all()
@@ -174,11 +164,11 @@ def test_events_of_a_lost_trainer_are_rejected_while_it_runs(
     event: TrainerReplaced | DigestReported, rule: str
 ) -> None:
     with pytest.raises(ProtocolError, match=rule):
-        new_run(num_steps=2).deliver(event)
+        run_in_step(2).deliver(event)
 
 
 def test_a_replacement_that_is_lost_before_it_is_ready_changes_nothing() -> None:
-    run = new_run(num_steps=2)
+    run = run_in_step(2)
     run.lose_trainer()
     before = codec.state_to_json(run.state)
     assert run.deliver(TrainerLost("again")) == []
@@ -187,7 +177,7 @@ def test_a_replacement_that_is_lost_before_it_is_ready_changes_nothing() -> None
 
 @pytest.mark.parametrize("from_step", [-1, 3, 7])
 def test_a_new_trainer_that_would_skip_steps_is_rejected(from_step: int) -> None:
-    run = new_run(num_steps=5)
+    run = run_in_step(5)
     run.lose_trainer()
     with pytest.raises(ProtocolError, match="redone must have every trained step since the checkpoint"):
         run.deliver(TrainerReplaced(from_step, ()))

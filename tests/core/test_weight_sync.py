@@ -12,6 +12,16 @@ from dora.core.state import State
 from dora.core.types import GroupId
 
 
+def run_in_first_step(rows: int, slots: int, **changes: int) -> FakeWorkers:
+    """One engine; the groups of the first batch are finished."""
+    run = FakeWorkers(limits(**changes))
+    run.join(0, rows, slots)
+    run.deliver_all(unless=is_work)
+    run.finish_group(GroupId(0, 0))
+    run.finish_group(GroupId(0, 1))
+    return run
+
+
 def test_engines_load_every_new_version_they_have_a_slot_for() -> None:
     run = FakeWorkers(limits())
     run.join(0, rows=2, slots=2)
@@ -22,11 +32,7 @@ def test_engines_load_every_new_version_they_have_a_slot_for() -> None:
 
 
 def test_the_newest_version_is_loaded_beside_one_that_is_decoded() -> None:
-    run = FakeWorkers(limits(max_staleness=1))
-    run.join(0, rows=8, slots=2)
-    run.deliver_all(unless=is_work)
-    run.finish_group(GroupId(0, 0))
-    run.finish_group(GroupId(0, 1))
+    run = run_in_first_step(rows=8, slots=2, max_staleness=1)
     run.deliver(Trained(0))
     run.deliver_all(unless=is_work)
     on = run.state.engines[0]
@@ -36,11 +42,7 @@ def test_the_newest_version_is_loaded_beside_one_that_is_decoded() -> None:
 
 
 def test_an_engine_never_drops_a_version_it_decodes() -> None:
-    run = FakeWorkers(limits(max_staleness=1))
-    run.join(0, rows=8, slots=1)
-    run.deliver_all(unless=is_work)
-    run.finish_group(GroupId(0, 0))
-    run.finish_group(GroupId(0, 1))
+    run = run_in_first_step(rows=8, slots=1, max_staleness=1)
     run.deliver(Trained(0))
     run.deliver_all(unless=is_work)
     assert run.actions(Drop) == []
@@ -52,11 +54,7 @@ def test_an_engine_never_drops_a_version_it_decodes() -> None:
 
 
 def test_an_engine_that_evicts_its_version_gets_no_new_groups() -> None:
-    run = FakeWorkers(limits(max_staleness=2, num_steps=9))
-    run.join(0, rows=4, slots=1)
-    run.deliver_all(unless=is_work)
-    run.finish_group(GroupId(0, 0))
-    run.finish_group(GroupId(0, 1))
+    run = run_in_first_step(rows=4, slots=1, max_staleness=2, num_steps=9)
     num_before = len(run.actions(Admit))
     run.deliver(Trained(0))
     run.deliver_all(unless=is_work)
@@ -95,11 +93,7 @@ def test_an_engine_drops_a_version_that_is_not_pinned() -> None:
 
 
 def test_a_pinned_version_without_holder_is_loaded_before_the_newest() -> None:
-    run = FakeWorkers(limits(max_staleness=2, num_steps=9))
-    run.join(0, rows=4, slots=2)
-    run.deliver_all(unless=is_work)
-    run.finish_group(GroupId(0, 0))
-    run.finish_group(GroupId(0, 1))
+    run = run_in_first_step(rows=4, slots=2, max_staleness=2, num_steps=9)
     run.deliver(Trained(0))
     run.deliver_all(unless=is_work)
     assert run.state.newest_published == 1
@@ -135,11 +129,7 @@ def test_without_a_free_slot_the_engine_with_fewest_requests_evicts_a_version() 
 
 
 def test_the_store_keeps_pinned_versions_and_retires_others() -> None:
-    run = FakeWorkers(limits(max_staleness=1))
-    run.join(0, rows=8, slots=3)
-    run.deliver_all(unless=is_work)
-    run.finish_group(GroupId(0, 0))
-    run.finish_group(GroupId(0, 1))
+    run = run_in_first_step(rows=8, slots=3, max_staleness=1)
     run.finish_group(GroupId(0, 2))
     run.deliver(Trained(0))
     run.deliver_all(unless=is_work)

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dora.core.actions import Action, Commit, Fail, Filter
 from dora.core.events import Event, GroupScored, RequestFinished, Trained
 from dora.core.orchestrator import Orchestrator
@@ -19,9 +21,10 @@ from dora.journal.writer import JournalWriter, chain_line
 from dora.runtime.main_loop import run_main_loop
 from dora.sim.random_config import WorldConfig
 from dora.sim.world import World
-from dora.stream.sample_db import AnswerSource, SampleStore, Trajectory
+from dora.stream.sample_db import SampleStore, Trajectory, answer_source
 
 Record = dict[str, Any]
+Edit = Callable[[list[Record]], object]  # of the records in a journal
 
 
 class RunStopped(Exception):
@@ -57,7 +60,7 @@ class RecordedWorld(World):
         match event:
             case RequestFinished(_, request, _, num_tokens, chunks):
                 tokens, logprobs = list(range(num_tokens)), [-0.5] * num_tokens
-                version, digest, segments = AnswerSource.from_chunks(chunks)
+                version, digest, segments = answer_source(chunks)
                 trajectory = Trajectory(request, version, digest, [1, 2], tokens, logprobs, segments=segments)
                 return replace(event, payload=self.store.put(trajectory))
             case GroupScored(group, rewards):
@@ -103,7 +106,7 @@ def record_run(folder: Path, config: WorldConfig, seed: int, max_events: int | N
     return folder
 
 
-def edited(run: Path, folder: Path, edit: Callable[[list[Record]], object]) -> Path:
+def edited(run: Path, folder: Path, edit: Edit) -> Path:
     """A copy of a run with edited journal lines, renumbered, and with a new hash chain."""
     shutil.copytree(run, folder)
     path = folder / "journal.jsonl"
@@ -111,6 +114,12 @@ def edited(run: Path, folder: Path, edit: Callable[[list[Record]], object]) -> P
     edit(records)
     write_chained(path, [header, *(record | {"seq": seq} for seq, record in enumerate(records))])
     return folder
+
+
+def with_edits(edits: Sequence[tuple[Edit, str, str]]) -> pytest.MarkDecorator:
+    """A test for each edit, the guarantee that it breaks, and words of the finding."""
+    ids = [f"{edit.__name__}: {words}" for edit, _, words in edits]
+    return pytest.mark.parametrize(("edit", "guarantee", "words"), edits, ids=ids)
 
 
 def write_chained(path: Path, lines: Sequence[Record]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import typer
 
 from dora.cli.main import app
+from dora.cli.simulate import read_runs
 from dora.core.actions import Action
 from dora.core.events import Event, Resumed
 from dora.core.orchestrator import Orchestrator
@@ -88,9 +89,8 @@ def write_run(folder: Path, limits: Limits, *more: Event) -> Path:
         event, actions = (record, ()) if isinstance(record, Event) else (None, (record,))
         journal.record(now, event, actions)
     journal.close()
-    (folder / "metrics.jsonl").write_text(
-        '{"step": 0, "timing_s/update_actor": 0.5}\n{"ste', encoding="utf-8"
-    )
+    lines = '{"step": 0, "timing_s/update_actor": 0.5}', '{"step": 0, "val/version": 1}', '{"ste'
+    (folder / "metrics.jsonl").write_text("\n".join(lines), encoding="utf-8")
     return folder
 
 
@@ -151,6 +151,11 @@ def test_a_run_that_was_resumed_is_refused(tmp_path: Path) -> None:
         app(["simulate", "calibrate", str(run)], standalone_mode=False)
 
 
+def test_a_step_keeps_its_update_time_when_an_evaluation_follows(tmp_path: Path) -> None:
+    (run,) = read_runs([write_run(tmp_path / "run", LIMITS)]).values()
+    assert run.update_s == {0: 0.5}
+
+
 def test_a_cost_that_would_be_negative_is_zero() -> None:
     units = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
     falling = FitData(np.array([5.0, 4.0, 3.0]), units, np.zeros(3), np.ones(3))
@@ -188,7 +193,7 @@ def test_costs_are_fitted_to_a_run_folder_and_the_planner_prints_their_error(
     app([*plan.split(), "--run", f"{own}"], standalone_mode=False)
     assert f"% of {own}" in capsys.readouterr().out.replace("\n", "")
     (own / "config.toml").unlink()
-    with pytest.raises(InputError, match=r"own is not the folder of a run: it has no config.toml"):
+    with pytest.raises(InputError, match=r"own/config.toml cannot be read: .*; restore the file"):
         app(f"simulate calibrate {own}".split(), standalone_mode=False)
     with pytest.raises(typer.BadParameter, match="name it with --run"):
         app([*plan.split(), "--check", f"{own}"], standalone_mode=False)

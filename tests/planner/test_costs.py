@@ -35,20 +35,20 @@ def test_steps_are_the_inverse_of_seconds(step_time: StepTime) -> None:
 
 def test_one_row_reads_all_weights_and_many_rows_are_bound_by_compute() -> None:
     cost = EngineCost(SMALL, DEVICES["H200"], EXACT)
-    assert cost.step_time(1, 1, 0).seconds(1) == pytest.approx(SMALL.weight_bytes / 4.8e12, rel=1e-3)
-    floor_s = cost.step_time(4096, 4096, 0).floor_s
+    assert cost.terms(1, 1).step_time(0).seconds(1) == pytest.approx(SMALL.weight_bytes / 4.8e12, rel=1e-3)
+    floor_s = cost.terms(4096, 4096).step_time(0).floor_s
     assert floor_s == pytest.approx(4096 * 2 * SMALL.num_parameters / 989e12)
 
 
 def test_a_step_with_context_takes_as_long_as_measured_on_a_gpu() -> None:
     """The roofline of 64 rows of 8,000 tokens, 4.3 TB/s: 1.73 ms."""
     cost = EngineCost(SMALL, DEVICES["H200"], Efficiency(memory=4.3 / 4.8, flops=0.8, decode_step_s=0.0))
-    assert cost.step_time(64, 64, 64 * 8000).seconds(1) == pytest.approx(1.73e-3, rel=0.05)
+    assert cost.terms(64, 64).step_time(64 * 8000).seconds(1) == pytest.approx(1.73e-3, rel=0.05)
 
 
 def test_a_step_reads_the_weights_of_each_version() -> None:
     cost = EngineCost(LARGE, DEVICES["H800"], EXACT, tp_size=4)
-    one, two = (cost.step_time(2, 2, 0, versions).seconds(1) for versions in (1, 2))
+    one, two = (cost.terms(2, 2).step_time(0, versions).seconds(1) for versions in (1, 2))
     assert two == pytest.approx(2 * one, rel=1e-2)
 
 
@@ -59,7 +59,8 @@ def test_the_busiest_rank_of_experts_stalls_all_and_more_rows_even_it_out() -> N
     imbalances = [cost(ep_size).expert_imbalance(8 * ep_size) for ep_size in (64, 128, 256)]
     assert 1 < imbalances[0] < imbalances[1] < imbalances[2]
     assert cost(256).expert_imbalance(256 * 64) < imbalances[2]
-    even, uneven = (cost(64).step_time(64 * 8, 8, context).seconds(1) for context in (8 * 4000, 8 * 16000))
+    terms = cost(64).terms(64 * 8, 8)
+    even, uneven = (terms.step_time(context).seconds(1) for context in (8 * 4000, 8 * 16000))
     assert uneven > even
 
 

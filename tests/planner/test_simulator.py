@@ -98,7 +98,7 @@ def test_an_answer_takes_the_time_of_its_tokens() -> None:
     workload = replace(WORKLOAD, lengths=lengths, batch_size=1, group_size=1)
     deployment = Deployment(workload, Layout("sync_split", 0, (H800, 4), ((H800, 1),)), 3)
     cost = deployment.engines[0].cost
-    decode_s = sum(cost.step_time(1, 1, 100 + k).seconds(1) for k in range(500))
+    decode_s = sum(cost.terms(1, 1).step_time(100 + k).seconds(1) for k in range(500))
     overhead_s = cost.prefill_s(100) + cost.load_s() + deployment.trainer.publish_s()
     steps = deployment.simulate().steps
     elapsed_s = steps[1].started_s - steps[0].ended_s
@@ -180,7 +180,8 @@ def test_a_skewed_mixture_of_experts_waits_for_its_busiest_rank() -> None:
     even_s, skewed_s = (
         deploy("dora", workload=replace(workload, expert_skew=skew), trainer=(H800, 8), ep_size=4)
         .engines[0]
-        .cost.step_time(4096, 1024, 0)
+        .cost.terms(4096, 1024)
+        .step_time(0)
         .seconds(1)
         for skew in (0.0, 1.0)
     )

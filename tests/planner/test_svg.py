@@ -14,7 +14,7 @@ from dora.core.events import EngineJoined, Event, Loaded, Migrated, RequestFinis
 from dora.core.types import Chunk, RequestId
 from dora.journal.reader import JournalLine
 from dora.journal.timeline import Span, fold
-from dora.planner.svg import COLOURS, line_chart_svg, timeline_svg
+from dora.planner.svg import COLOURS, throughput_svg, timeline_svg
 
 FIRST, SECOND = RequestId(0, 0, 0), RequestId(0, 0, 1)
 
@@ -71,15 +71,13 @@ def test_a_migration_is_an_arrow_between_its_engines() -> None:
 
 
 def test_a_line_chart_has_every_point_and_a_line_for_each_name() -> None:
-    svg = line_chart_svg({"dora": [(2, 30), (0, 10)], "sync & <split>": [(0, 5)]}, "S", "tokens/s", "plot")
+    svg = throughput_svg([("dora", 2, 30.0), ("dora", 0, 10.0), ("sync & <split>", 0, 5.0)])
     ElementTree.fromstring(svg)
     assert svg.count("<circle") == 3
     assert "sync &amp; &lt;split&gt;" in svg
 
 
-@pytest.mark.parametrize(
-    "svg", [timeline_svg(make_spans(), "a"), line_chart_svg({"a": [(1, 1)]}, "x", "y", "b")]
-)
+@pytest.mark.parametrize("svg", [timeline_svg(make_spans(), "a"), throughput_svg([("a", 1, 1.0)])])
 def test_a_drawing_refers_to_no_external_resource(svg: str) -> None:
     assert re.findall(r"(?:href|src|url)\s*[=(]\s*[\"']?(?!#)", svg) == []
     assert svg.count("http") == svg.count("http://www.w3.org/2000/svg")

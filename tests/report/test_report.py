@@ -21,7 +21,7 @@ from dora.journal.reader import JOURNAL_FILE, JournalLine, read_journal
 from dora.journal.timeline import fold
 from dora.journal.writer import JournalWriter
 from dora.report import samples, timeline
-from dora.report.data import MAX_POINTS, MetricColumns, RunReader, run_data
+from dora.report.data import MAX_POINTS, RunReader, metric_columns, run_data
 from dora.report.page import main, render_page, render_payload
 from dora.stream.sample_db import SampleStore, Trajectory
 
@@ -196,32 +196,24 @@ def test_a_long_text_is_cut_with_a_remark(finished_run: Path, monkeypatch: pytes
 
 
 def test_long_curves_are_thinned_to_means() -> None:
-    found = MetricColumns()
-    for step in range(MAX_POINTS * 2):
-        found.read(
-            json.dumps(
-                {"step": step, "num_response_tokens": step, "actor/entropy": float("nan") if step else 1.0}
-            )
-        )
-    thinned = found.to_json()
+    thinned = metric_columns(
+        {"step": step, "num_response_tokens": step, "actor/entropy": float("nan") if step else 1.0}
+        for step in range(MAX_POINTS * 2)
+    )
     assert thinned["every"] == 2
     assert thinned["columns"]["num_response_tokens"][:2] == [0.5, 2.5]
     assert thinned["columns"]["actor/entropy"][:2] == [1.0, None]
 
 
 def test_a_curve_has_the_meaning_of_its_name() -> None:
-    found = MetricColumns()
-    found.read(json.dumps({"step": 0, "staleness/num_2": 3, "of/another": 1}))
-    meanings = found.to_json()["meanings"]
+    meanings = metric_columns([{"step": 0, "staleness/num_2": 3, "of/another": 1}])["meanings"]
     assert meanings["staleness/num_2"].startswith("samples: samples of the batch with staleness S")
     assert "of/another" not in meanings
 
 
 def test_a_redone_step_replaces_its_earlier_line() -> None:
-    found = MetricColumns()
-    for tokens in (1, 2):
-        found.read(json.dumps({"step": 0, "num_response_tokens": tokens}))
-    assert found.to_json()["columns"]["num_response_tokens"] == [2]
+    found = metric_columns({"step": 0, "num_response_tokens": tokens} for tokens in (1, 2))
+    assert found["columns"]["num_response_tokens"] == [2]
 
 
 def test_a_run_that_has_just_started_has_a_page(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ files with their digests.
 from __future__ import annotations
 
 import json
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +12,11 @@ from dora.atomic_file import write_text_atomically
 from dora.audit.files import CHECKPOINTS, SUMMARY_FILE, FileAudit
 from dora.audit.guarantees import GuaranteeAudit
 from dora.audit.samples import SampleAudit
-from dora.config.load import parse_config
+from dora.config.load import read_run_config
 from dora.config.schema import Config
 from dora.core.events import RequestFinished
 from dora.errors import DamagedRunError
-from dora.journal.reader import CONFIG_FILE, JOURNAL_FILE, SAMPLES_FILE, read_journal, read_samples
+from dora.journal.reader import JOURNAL_FILE, SAMPLES_FILE, read_journal, read_samples
 from dora.journal.writer import seal
 from dora.text import plural
 from dora.trainer.checkpoint_folders import checkpoint_folders
@@ -153,8 +152,8 @@ def check(run: Path) -> AuditResult:
 def _read_config(run: Path) -> Config | None:
     """The run's configuration; None if it cannot be read, which its digest reports."""
     try:
-        return parse_config(tomllib.loads((run / CONFIG_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+        return read_run_config(run)
+    except DamagedRunError:
         return None
 
 

@@ -7,7 +7,6 @@ does in fp32.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +17,14 @@ import torch
 from torch import Tensor
 
 from dora.audit.audit import MAX_PRINTED
-from dora.config.load import parse_config
+from dora.config.load import read_run_config
 from dora.config.schema import Config
 from dora.core.events import DigestReported, Published
 from dora.core.types import FIRST_IMAGE_ID
 from dora.engine.batch_invariant import LogprobScorer
 from dora.engine.kernels.workspace import DTYPES
 from dora.engine.request import EngineError
-from dora.errors import InputError, ModelError
+from dora.errors import ModelError
 from dora.journal.reader import SampleRow, StoredResponse, read_journal, read_responses, read_samples
 from dora.model.config import ModelConfig
 from dora.model.images import IMAGES_FOLDER, ImageFolder
@@ -119,15 +118,6 @@ def check(run: Path, num: int) -> RecheckResult:
     unchecked = [*segmented, *_describe_missing(missing), *unchecked]
     other_weights = tuple(_check_checkpoints(published, sources, config.engine.dtype))
     return RecheckResult(str(recomputer), tuple(versions), tuple(unchecked), other_weights)
-
-
-def read_run_config(run: Path) -> Config:
-    """Parse the run's configuration; paths in it need not exist any more. Raises InputError."""
-    path = run / "config.toml"
-    try:
-        return parse_config(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}; restore the file that the run wrote") from error
 
 
 def _recheck_versions(

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dora.audit.logprob_recheck import read_run_config, spread
+from dora.audit.logprob_recheck import spread
+from dora.config.load import read_run_config
 from dora.core.types import GroupId
 from dora.data.chat import PromptEncoder
 from dora.data.dataset import Dataset

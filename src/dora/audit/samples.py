@@ -21,7 +21,7 @@ from dora.config.schema import Config
 from dora.core.actions import Action
 from dora.core.events import Event, GroupScored, RequestFinished
 from dora.core.types import FIRST_IMAGE_ID
-from dora.journal.reader import column_or_null, open_sample_store, sample_columns
+from dora.journal.reader import open_sample_store
 from dora.stream.sample_db import PAYLOAD, payload_digest, read_branches
 from dora.text import plural
 
@@ -54,11 +54,8 @@ class AuditedSample(NamedTuple):
 def read_stored_samples(run: Path) -> Iterator[AuditedSample]:
     """All rows of the sample store, group by group. Raises InputError."""
     with open_sample_store(run) as store:
-        known = sample_columns(store)
-        payload = ", ".join(column_or_null(name, known) for name in PAYLOAD)
-        by_task = column_or_null("task_rewards", known)
         rows = store.execute(
-            f"select group_id, sibling, reward, advantage, {by_task}, {payload} from samples "
+            f"select group_id, sibling, reward, advantage, task_rewards, {', '.join(PAYLOAD)} from samples "
             "order by group_id, sibling"
         )
         for group, sibling, reward, advantage, task_rewards, *values in rows:

@@ -8,25 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from dora.core.actions import Abort, Action, Admit, Drop, Fail, Generate, Migrate, StartEvaluation
-from dora.core.events import (
-    DigestReported,
-    EngineJoined,
-    EngineLost,
-    EngineRemoved,
-    Event,
-    Loaded,
-    Migrated,
-    MigrationFailed,
-    OutputsLost,
-    ProgressReported,
-    Published,
-    RequestFailed,
-    RequestFinished,
-    RequestsAborted,
-    Resumed,
-    TrainerReplaced,
-)
+from dora.core import actions, events
 from dora.core.types import GroupId, RequestId
 from dora.journal.reader import SampleKey, SampleRow
 
@@ -63,64 +45,64 @@ class VersionAudit:
         self._ever_held: dict[int, set[int]] = {}  # engine -> versions that it has loaded at any time
         self._lost: set[int] = set()  # engines without a replacement
 
-    def observe(self, record: Event | Action) -> None:
+    def observe(self, record: events.Event | actions.Action) -> None:
         match record:
-            case Admit(group, _, version, _):
+            case actions.Admit(group, _, version, _):
                 self._admitted[group] = version
-            case StartEvaluation(version):
+            case actions.StartEvaluation(version):
                 self._evaluated.add(version)
-            case Generate():
+            case actions.Generate():
                 self._on_generate(record)
-            case Migrate():
+            case actions.Migrate():
                 self._on_migrate(record)
-            case Migrated():
+            case events.Migrated():
                 self._on_migrated(record)
-            case MigrationFailed(request, source, destination):
+            case events.MigrationFailed(request, source, destination):
                 self._end_migration(request, source, destination)
-            case Drop(engine, version):
+            case actions.Drop(engine, version):
                 held = self.held.get(engine, set())
                 self._check(
                     version in held, f"engine {engine} drops version {version}, it holds {sorted(held)}"
                 )
                 held.discard(version)
-            case EngineJoined():
+            case events.EngineJoined():
                 self._on_joined(record)
-            case EngineLost():
+            case events.EngineLost():
                 self._on_lost(record)
-            case EngineRemoved(engine):
+            case events.EngineRemoved(engine):
                 self._close_engine(engine)
                 owned = [str(r) for r, e in sorted(self.owners.items()) if e == engine]
                 self._check(not owned, f"engine {engine} was removed with the requests {', '.join(owned)}")
-            case OutputsLost(requests):
+            case events.OutputsLost(requests):
                 self._lose_kept(requests)
-            case ProgressReported(engine, lengths):
+            case events.ProgressReported(engine, lengths):
                 self._on_progress(engine, lengths)
-            case RequestFailed(_, request):
+            case events.RequestFailed(_, request):
                 self.owners.pop(request, None)
                 self._lose_kept([request])
                 self._forget_tokens(request)
-            case Fail(group):
+            case actions.Fail(group):
                 for request in [request for request in self._num_kept if request.group == group]:
                     self._forget_tokens(request)
-            case RequestsAborted(_, requests):
+            case events.RequestsAborted(_, requests):
                 for request in requests:
                     self.owners.pop(request, None)
                     self._aborting.discard(request)
-            case Abort(_, requests):  # they will not be generated again
+            case actions.Abort(_, requests):  # they will not be generated again
                 for request in requests:
                     self._forget_tokens(request)
                     self._aborting.add(request)
-            case Published():
+            case events.Published():
                 self._on_published(record)
-            case DigestReported():
+            case events.DigestReported():
                 self._on_digest_reported(record)
-            case TrainerReplaced(from_step):
+            case events.TrainerReplaced(from_step):
                 self._checkpoint = from_step
-            case Resumed():
+            case events.Resumed():
                 self._on_resumed(record)
-            case Loaded():
+            case events.Loaded():
                 self._on_loaded(record)
-            case RequestFinished():
+            case events.RequestFinished():
                 self._on_finished(record)
             case _:
                 pass
@@ -131,7 +113,7 @@ class VersionAudit:
 
     # --- engines
 
-    def _on_joined(self, event: EngineJoined) -> None:
+    def _on_joined(self, event: events.EngineJoined) -> None:
         """An engine number joins once, and replaces a lost engine at most once."""
         self._check(event.engine not in self.held, f"engine {event.engine} joined twice")
         self.held[event.engine] = set()
@@ -142,7 +124,7 @@ class VersionAudit:
             )
             self._lost.discard(event.replaces)
 
-    def _on_lost(self, event: EngineLost) -> None:
+    def _on_lost(self, event: events.EngineLost) -> None:
         self.num_losses += 1
         kept_tokens = dict(event.kept_tokens)
         for request in [request for request, engine in self.owners.items() if engine == event.engine]:
@@ -161,7 +143,7 @@ class VersionAudit:
 
     # --- versions
 
-    def _on_published(self, event: Published) -> None:
+    def _on_published(self, event: events.Published) -> None:
         """A version is published once; steps redone after `Resumed` may round differently."""
         version = event.version
         is_due = version not in self._published or version in self._redone
@@ -171,7 +153,7 @@ class VersionAudit:
         if is_due:
             self._published[version] = event.digest
 
-    def _on_digest_reported(self, event: DigestReported) -> None:
+    def _on_digest_reported(self, event: events.DigestReported) -> None:
         """A replaced trainer has redone a version; engines keep the weights that were published first."""
         is_published = event.version in self._published
         self._check(
@@ -180,7 +162,7 @@ class VersionAudit:
         )
         self._record_digest(event)
 
-    def _record_digest(self, event: Published | DigestReported) -> None:
+    def _record_digest(self, event: events.Published | events.DigestReported) -> None:
         version, digest = event.version, event.digest
         before = self._latest_digest.get(version, digest)
         self._check(
@@ -222,7 +204,7 @@ class VersionAudit:
         self._num_tokens.pop(request, None)
         self._num_kept.pop(request, None)
 
-    def _on_resumed(self, event: Resumed) -> None:
+    def _on_resumed(self, event: events.Resumed) -> None:
         """All engines are new; the versions that were kept must be those that were published."""
         self.num_losses += 1
         kept_tokens = dict(event.kept_tokens)
@@ -243,7 +225,7 @@ class VersionAudit:
                 f"version {version} is kept as {digest}, expected the published {published}",
             )
 
-    def _on_loaded(self, event: Loaded) -> None:
+    def _on_loaded(self, event: events.Loaded) -> None:
         published = self._published.get(event.version)
         self._check(
             event.digest == published,
@@ -255,7 +237,7 @@ class VersionAudit:
 
     # --- requests
 
-    def _on_generate(self, action: Generate) -> None:
+    def _on_generate(self, action: actions.Generate) -> None:
         engine, version = action.engine, action.version
         held = self.held.get(engine, set())
         self._check(
@@ -270,7 +252,7 @@ class VersionAudit:
             )
             self.owners[request] = engine
 
-    def _on_migrate(self, action: Migrate) -> None:
+    def _on_migrate(self, action: actions.Migrate) -> None:
         request, source = action.request, action.source
         owner = self.owners.get(request)
         self._check(
@@ -287,7 +269,7 @@ class VersionAudit:
         is_kept = admitted is not None and (version >= admitted if may_update else version == admitted)
         self._check(is_kept, f"request {request} {verb} on version {version}, its group has {admitted}")
 
-    def _on_migrated(self, event: Migrated) -> None:
+    def _on_migrated(self, event: events.Migrated) -> None:
         """The owner changes and the version stays, so the destination must hold the version."""
         name, version = f"request {event.request}", self._version_of(event.request.group)
         self._end_migration(event.request, event.source, event.destination)
@@ -312,7 +294,7 @@ class VersionAudit:
             f"request {request} ended a migration from {source} to {destination}, expected {expected}",
         )
 
-    def _on_finished(self, event: RequestFinished) -> None:
+    def _on_finished(self, event: events.RequestFinished) -> None:
         self._forget_tokens(event.request)
         self.num_trajectories += 1
         self.versions.add(event.version)
@@ -346,7 +328,7 @@ class VersionAudit:
         evaluated = -1 - group.epoch
         return evaluated if evaluated in self._evaluated else None
 
-    def _check_chunks(self, name: str, event: RequestFinished, admitted: int | None) -> None:
+    def _check_chunks(self, name: str, event: events.RequestFinished, admitted: int | None) -> None:
         self._check(
             event.version == admitted, f"{name} finished on version {event.version}, its group has {admitted}"
         )
@@ -354,7 +336,7 @@ class VersionAudit:
         published = (event.version, self._published.get(event.version))
         self._check(sources == [published], f"{name} was sampled from {sources}, not from {published} alone")
 
-    def _check_segments(self, name: str, event: RequestFinished, admitted: int | None) -> None:
+    def _check_segments(self, name: str, event: events.RequestFinished, admitted: int | None) -> None:
         """Without C1 the versions of the segments must still increase and have been published and loaded."""
         self.num_segmented += len(event.chunks) > 1
         versions = [c.version for c in event.chunks]
@@ -377,7 +359,7 @@ class VersionAudit:
                 f"expected the published {published}",
             )
 
-    def _check_row(self, name: str, event: RequestFinished, row: SampleRow) -> None:
+    def _check_row(self, name: str, event: events.RequestFinished, row: SampleRow) -> None:
         mask_length = event.num_tokens if row.loss_mask_length is None else row.loss_mask_length
         self._check(
             mask_length == event.num_tokens,

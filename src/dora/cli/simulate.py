@@ -6,7 +6,6 @@ The options that commands share come first, as types named after the parameter.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -422,32 +421,19 @@ def _read_min_stream_tokens(run: Path) -> int | None:
 
     Raises InputError. Files that the configuration names need not exist any more.
     """
-    import tomllib
+    from dora.config.load import read_run_config
 
-    from dora.config.load import parse_config
-    from dora.journal.reader import CONFIG_FILE, explain_missing_run
-
-    try:
-        config = parse_config(tomllib.loads((run / CONFIG_FILE).read_text(encoding="utf-8")))
-    except OSError as error:
-        raise InputError(explain_missing_run(run, CONFIG_FILE)) from error
-    except ValueError as error:
-        raise InputError(
-            f"{run / CONFIG_FILE} is not the configuration of a run: {error}; restore the file"
-        ) from error
+    config = read_run_config(run)
     return config.trainer.micro_batch_tokens * config.trainer.num_ranks if config.streams_gradients else None
 
 
 def _read_update_s(run: Path) -> dict[int, float]:
     """Compute time of the trainer (s) by step, for the steps in the run's metrics."""
-    import json
+    from dora.metrics.evaluation import VERSION_KEY
+    from dora.metrics.writer import METRICS_FILE, read_metrics
 
-    update_s = {}
-    with contextlib.suppress(OSError, json.JSONDecodeError):  # an incomplete last line
-        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-            step = json.loads(line)
-            update_s[int(step["step"])] = float(step.get("timing_s/update_actor", 0.0))
-    return update_s
+    lines = (line for line in read_metrics(run / METRICS_FILE) if VERSION_KEY not in line)
+    return {line["step"]: line.get("timing_s/update_actor", 0.0) for line in lines}
 
 
 def _make_lengths(

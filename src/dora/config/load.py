@@ -31,7 +31,7 @@ from dora.config.schema import (
     iter_sections,
 )
 from dora.config.validate import check
-from dora.errors import ConfigError, is_hub_name, not_utf8
+from dora.errors import ConfigError, DamagedRunError, is_hub_name, not_utf8
 
 SERVICE = "service"  # in place of a path or a class: the input comes through the service
 BUILT_IN = {
@@ -99,6 +99,20 @@ def parse_config(tables: Mapping[str, Any]) -> Config:
     config = Config.model_validate(tables)
     check(config)
     return config
+
+
+def read_run_config(run: Path) -> Config:
+    """The configuration in the folder of a run; paths in it need not exist any more.
+
+    Raises DamagedRunError for a file that the run has not written, ConfigError for keys that cannot work.
+    """
+    path = run / "config.toml"
+    try:
+        return parse_config(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise DamagedRunError(
+            f"{path} cannot be read: {error}; restore the file that the run wrote"
+        ) from error
 
 
 def dropped_settings(path: Path, overrides: Sequence[str], config: Config) -> list[str]:

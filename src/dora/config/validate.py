@@ -169,8 +169,7 @@ def _check_reward_tasks(config: Config) -> None:
 
 def _check_reward_source(config: Config) -> None:
     """Some reward exists."""
-    has_function = config.reward.function is not None or bool(config.reward_task)
-    if not (has_function or config.env.has_environments or config.service.agents):
+    if not (config.reward_weights or config.env.has_environments or config.service.agents):
         raise ConfigError(
             "reward.function: not set, and no environment (env.environment) gives rewards; add "
             "`function = ...` to [reward]"

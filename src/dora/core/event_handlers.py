@@ -9,44 +9,16 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
-from dora.core import evaluation, recovery, weight_sync
+from dora.core import evaluation, events, recovery, weight_sync
 from dora.core.actions import Abort, Action, Fail, Filter, RejectDrain, Score, SkipPrompts, Train
-from dora.core.events import (
-    DigestReported,
-    DrainRequested,
-    EngineJoined,
-    EngineLost,
-    EnginePaused,
-    EngineRemoved,
-    Event,
-    GroupScored,
-    Loaded,
-    LoadFailed,
-    Migrated,
-    MigrationFailed,
-    OutputsLost,
-    ProgressReported,
-    PromptsFetched,
-    Published,
-    RequestFailed,
-    RequestFinished,
-    RequestsAborted,
-    Resumed,
-    ScoringFailed,
-    StepFailed,
-    TimerFired,
-    Trained,
-    TrainerLost,
-    TrainerReplaced,
-)
 from dora.core.index import decrement
 from dora.core.state import EngineRecord, GroupRecord, State
 from dora.core.types import ProtocolError, RequestId, require
 
 
-def handle(state: State, event: Event) -> list[Action]:
+def handle(state: State, event: events.Event) -> list[Action]:
     """Apply one event; returns the actions that follow from it alone. Raises ProtocolError."""
     handler = HANDLERS.get(type(event))
     if handler is None:
@@ -57,7 +29,7 @@ def handle(state: State, event: Event) -> list[Action]:
 # Engines
 
 
-def _on_engine_joined(state: State, event: EngineJoined) -> list[Action]:
+def _on_engine_joined(state: State, event: events.EngineJoined) -> list[Action]:
     """A colocated engine starts paused."""
     require(event.engine not in state.engines, event, "an engine can join only once", event.engine)
     has_room = event.max_num_seqs > 0 and event.version_slots > 0
@@ -76,7 +48,7 @@ def _on_engine_joined(state: State, event: EngineJoined) -> list[Action]:
     return []
 
 
-def _on_engine_lost(state: State, event: EngineLost) -> list[Action]:
+def _on_engine_lost(state: State, event: events.EngineLost) -> list[Action]:
     engine = _engine_of(state, event)
     migrating = [r for r, m in state.migrations.items() if event.engine in (m.source, m.destination)]
     require(not migrating, event, "the engine's migrations must have ended before", migrating)
@@ -86,7 +58,7 @@ def _on_engine_lost(state: State, event: EngineLost) -> list[Action]:
     return _cancel_drains_if_all_drain(state)
 
 
-def _on_drain_requested(state: State, event: DrainRequested) -> list[Action]:
+def _on_drain_requested(state: State, event: events.DrainRequested) -> list[Action]:
     engine = _engine_of(state, event)
     if engine.is_draining:
         return []
@@ -99,7 +71,7 @@ def _on_drain_requested(state: State, event: DrainRequested) -> list[Action]:
     return []
 
 
-def _on_engine_removed(state: State, event: EngineRemoved) -> list[Action]:
+def _on_engine_removed(state: State, event: events.EngineRemoved) -> list[Action]:
     engine = _engine_of(state, event)
     require(engine.is_removing, event, "RemoveEngine must have been sent", engine)
     state.remove_engine(engine)
@@ -107,7 +79,7 @@ def _on_engine_removed(state: State, event: EngineRemoved) -> list[Action]:
     return []
 
 
-def _on_engine_paused(state: State, event: EnginePaused) -> list[Action]:
+def _on_engine_paused(state: State, event: events.EnginePaused) -> list[Action]:
     engine = _engine_of(state, event)
     require(engine.is_pausing, event, "PauseEngine must have been sent", engine.is_paused)
     engine.is_pausing, engine.is_paused = False, True
@@ -115,7 +87,7 @@ def _on_engine_paused(state: State, event: EnginePaused) -> list[Action]:
     return []
 
 
-def _on_progress_reported(state: State, event: ProgressReported) -> list[Action]:
+def _on_progress_reported(state: State, event: events.ProgressReported) -> list[Action]:
     engine = _engine_of(state, event)
     for request, num_tokens in event.lengths:
         version = engine.requests.get(request)
@@ -134,7 +106,7 @@ def _on_progress_reported(state: State, event: ProgressReported) -> list[Action]
     return []
 
 
-def _on_loaded(state: State, event: Loaded) -> list[Action]:
+def _on_loaded(state: State, event: events.Loaded) -> list[Action]:
     engine = _engine_of(state, event)
     require(event.version == engine.loading, event, "the engine must be loading this version", engine.loading)
     stored = state.stored_versions.get(event.version)
@@ -151,7 +123,7 @@ def _on_loaded(state: State, event: Loaded) -> list[Action]:
     return []
 
 
-def _on_load_failed(state: State, event: LoadFailed) -> list[Action]:
+def _on_load_failed(state: State, event: events.LoadFailed) -> list[Action]:
     """The rules order the load again, on this engine or another."""
     engine = _engine_of(state, event)
     require(event.version == engine.loading, event, "the engine must be loading this version", engine.loading)
@@ -163,7 +135,7 @@ def _on_load_failed(state: State, event: LoadFailed) -> list[Action]:
 # Migrations
 
 
-def _on_migrated(state: State, event: Migrated) -> list[Action]:
+def _on_migrated(state: State, event: events.Migrated) -> list[Action]:
     """The destination owns the request, also if its group has failed meanwhile: then it is aborted there."""
     request = event.request
     source, destination = _ends_of_migration(state, event)
@@ -188,7 +160,7 @@ def _on_migrated(state: State, event: Migrated) -> list[Action]:
     return [Abort(destination.id, (request,))] if is_aborting else []
 
 
-def _on_migration_failed(state: State, event: MigrationFailed) -> list[Action]:
+def _on_migration_failed(state: State, event: events.MigrationFailed) -> list[Action]:
     source, destination = _ends_of_migration(state, event)
     _end_migration(state, event.request, destination)
     if event.request in state.requests:
@@ -201,7 +173,7 @@ def _on_migration_failed(state: State, event: MigrationFailed) -> list[Action]:
 # Prompts, requests and groups
 
 
-def _on_outputs_lost(state: State, event: OutputsLost) -> list[Action]:
+def _on_outputs_lost(state: State, event: events.OutputsLost) -> list[Action]:
     """Change counts only: the requests are queued, or run from their first token."""
     for request in event.requests:
         if (record := state.requests.get(request)) is not None and record.num_kept:
@@ -209,7 +181,7 @@ def _on_outputs_lost(state: State, event: OutputsLost) -> list[Action]:
     return []
 
 
-def _on_prompts_fetched(state: State, event: PromptsFetched) -> list[Action]:
+def _on_prompts_fetched(state: State, event: events.PromptsFetched) -> list[Action]:
     is_next = event.first_index == state.next_index
     require(is_next, event, "prompts must arrive in the dataset's order, without a gap", state.next_index)
     is_requested = len(event.groups) <= state.num_fetching
@@ -230,7 +202,7 @@ def _on_prompts_fetched(state: State, event: PromptsFetched) -> list[Action]:
     return [SkipPrompts(tuple(skipped))] if skipped else []
 
 
-def _on_request_finished(state: State, event: RequestFinished) -> list[Action]:
+def _on_request_finished(state: State, event: events.RequestFinished) -> list[Action]:
     engine = _engine_of(state, event)
     if _free_aborting_row(state, engine, event.request):
         return []
@@ -247,7 +219,7 @@ def _on_request_finished(state: State, event: RequestFinished) -> list[Action]:
     return [] if group.unfinished else [Score(group.id)]
 
 
-def _on_request_failed(state: State, event: RequestFailed) -> list[Action]:
+def _on_request_failed(state: State, event: events.RequestFailed) -> list[Action]:
     """The request starts again, or its group fails."""
     engine = _engine_of(state, event)
     if _free_aborting_row(state, engine, event.request):
@@ -267,7 +239,7 @@ def _on_request_failed(state: State, event: RequestFailed) -> list[Action]:
     return _fail_group(state, _end_request(state, engine, event.request), event.reason)
 
 
-def _may_retry(state: State, event: RequestFailed) -> bool:
+def _may_retry(state: State, event: events.RequestFailed) -> bool:
     """Whether the request is generated again, with the same seed and on its version.
 
     What an engine rejects, it would reject again. A migration of the request must have ended before another
@@ -277,7 +249,7 @@ def _may_retry(state: State, event: RequestFailed) -> bool:
     return is_transient and state.requests[event.request].num_retries < state.limits.max_retries
 
 
-def _on_requests_aborted(state: State, event: RequestsAborted) -> list[Action]:
+def _on_requests_aborted(state: State, event: events.RequestsAborted) -> list[Action]:
     engine = _engine_of(state, event)
     is_expected = engine.aborting.keys() >= {*event.requests}
     require(is_expected, event, "Abort must have been sent for every request", engine.aborting)
@@ -287,7 +259,7 @@ def _on_requests_aborted(state: State, event: RequestsAborted) -> list[Action]:
     return []
 
 
-def _on_group_scored(state: State, event: GroupScored) -> list[Action]:
+def _on_group_scored(state: State, event: events.GroupScored) -> list[Action]:
     if event.group.is_held_out:
         return _on_held_out_scored(state, event)
     group = _group_being_scored(state, event)
@@ -305,24 +277,24 @@ def _on_group_scored(state: State, event: GroupScored) -> list[Action]:
     return []
 
 
-def _update_curriculum(state: State, event: GroupScored) -> None:
+def _update_curriculum(state: State, event: events.GroupScored) -> None:
     """Skip the prompt of an easy or hard group in the epochs after that of the group."""
     rule, (epoch, row) = state.limits.curriculum, event.group
     if rule is not None and rule.skips_after(event.rewards):
         state.skipped_until[row] = max(epoch + rule.skip_epochs, state.skipped_until.get(row, 0))
 
 
-def _on_scoring_failed(state: State, event: ScoringFailed) -> list[Action]:
+def _on_scoring_failed(state: State, event: events.ScoringFailed) -> list[Action]:
     if event.group.is_held_out:
         return _on_held_out_scored(state, event)
     return _fail_group(state, _group_being_scored(state, event), event.reason)
 
 
-def _on_held_out_scored(state: State, event: GroupScored | ScoringFailed) -> list[Action]:
+def _on_held_out_scored(state: State, event: events.GroupScored | events.ScoringFailed) -> list[Action]:
     is_scoring = evaluation.is_scoring(state, event.group)
     require(is_scoring, event, "the held-out prompt must be awaiting its score", state.evaluation)
     rule = state.limits.evaluation
-    if isinstance(event, GroupScored) and rule is not None:
+    if isinstance(event, events.GroupScored) and rule is not None:
         is_complete = len(event.rewards) == rule.num_answers
         require(is_complete, event, "every response must have a reward", rule.num_answers)
     return evaluation.finish_scoring(state, event.group)
@@ -331,7 +303,7 @@ def _on_held_out_scored(state: State, event: GroupScored | ScoringFailed) -> lis
 # Training
 
 
-def _on_trained(state: State, event: Trained) -> list[Action]:
+def _on_trained(state: State, event: events.Trained) -> list[Action]:
     is_training = event.step == state.training_step
     require(is_training, event, "the step must be in training", state.training_step)
     state.training_step = None
@@ -346,14 +318,14 @@ def _on_trained(state: State, event: Trained) -> list[Action]:
     return recovery.publish_or_report_digest(state, event.step + 1)
 
 
-def _on_step_failed(state: State, event: StepFailed) -> list[Action]:
+def _on_step_failed(state: State, event: events.StepFailed) -> list[Action]:
     """Repeat the step with the same batch."""
     is_training = event.step == state.training_step
     require(is_training, event, "the step must be in training", state.training_step)
     return [Train(event.step, state.redo_batches.get(event.step) or state.batches[event.step])]
 
 
-def _on_published(state: State, event: Published) -> list[Action]:
+def _on_published(state: State, event: events.Published) -> list[Action]:
     is_due = event.version == state.publishing_version and not recovery.is_published(state, event.version)
     require(is_due, event, "the publication of this version must be due", state.publishing_version)
     state.newest_published, state.publishing_version = event.version, None
@@ -363,19 +335,14 @@ def _on_published(state: State, event: Published) -> list[Action]:
     return [*weight_sync.skip_similar_version(state), *evaluation.start_if_due(state)]
 
 
-def _on_timer_fired(state: State, event: TimerFired) -> list[Action]:
+def _on_timer_fired(state: State, event: events.TimerFired) -> list[Action]:
     return []
 
 
 # Parts of handlers
 
 
-class _EngineEvent(Protocol):
-    @property
-    def engine(self) -> int: ...
-
-
-def _engine_of(state: State, event: _EngineEvent) -> EngineRecord:
+def _engine_of(state: State, event: Any) -> EngineRecord:
     engine = state.engines.get(event.engine)
     if engine is None:
         raise ProtocolError(
@@ -398,7 +365,9 @@ def _cancel_drains_if_all_drain(state: State) -> list[Action]:
     return actions
 
 
-def _ends_of_migration(state: State, event: Migrated | MigrationFailed) -> tuple[EngineRecord, EngineRecord]:
+def _ends_of_migration(
+    state: State, event: events.Migrated | events.MigrationFailed
+) -> tuple[EngineRecord, EngineRecord]:
     """Source and destination."""
     migration = state.migrations.get(event.request)
     ends = None if migration is None else (migration.source, migration.destination)
@@ -414,7 +383,7 @@ def _end_migration(state: State, request: RequestId, destination: EngineRecord) 
     return version
 
 
-def _check_chunks(state: State, event: RequestFinished) -> None:
+def _check_chunks(state: State, event: events.RequestFinished) -> None:
     """C1: one version. Policies that break C1: at least increasing versions, with published bytes."""
     if not state.limits.breaks_c1 or event.request.is_held_out:
         sources = {(c.version, c.digest) for c in event.chunks}
@@ -469,7 +438,7 @@ def _remove_request(state: State, request: RequestId) -> GroupRecord:
     return group
 
 
-def _group_being_scored(state: State, event: GroupScored | ScoringFailed) -> GroupRecord:
+def _group_being_scored(state: State, event: events.GroupScored | events.ScoringFailed) -> GroupRecord:
     group = state.groups.get(event.group)
     if group is None or group.unfinished or group.is_scored:
         raise ProtocolError(f"{event}: the group must be awaiting its score; the state has {group}")
@@ -505,29 +474,29 @@ def _end_group(state: State, group: GroupRecord) -> None:
 
 
 HANDLERS: dict[type, Callable[[State, Any], list[Action]]] = {
-    EngineJoined: _on_engine_joined,
-    EngineLost: _on_engine_lost,
-    DrainRequested: _on_drain_requested,
-    EngineRemoved: _on_engine_removed,
-    EnginePaused: _on_engine_paused,
-    PromptsFetched: _on_prompts_fetched,
-    ProgressReported: _on_progress_reported,
-    RequestFinished: _on_request_finished,
-    RequestFailed: _on_request_failed,
-    RequestsAborted: _on_requests_aborted,
-    Migrated: _on_migrated,
-    OutputsLost: _on_outputs_lost,
-    MigrationFailed: _on_migration_failed,
-    GroupScored: _on_group_scored,
-    ScoringFailed: _on_scoring_failed,
-    Trained: _on_trained,
-    StepFailed: _on_step_failed,
-    Published: _on_published,
-    TrainerLost: recovery.on_trainer_lost,
-    TrainerReplaced: recovery.on_trainer_replaced,
-    DigestReported: recovery.on_digest_reported,
-    Loaded: _on_loaded,
-    LoadFailed: _on_load_failed,
-    Resumed: recovery.on_resumed,
-    TimerFired: _on_timer_fired,
+    events.EngineJoined: _on_engine_joined,
+    events.EngineLost: _on_engine_lost,
+    events.DrainRequested: _on_drain_requested,
+    events.EngineRemoved: _on_engine_removed,
+    events.EnginePaused: _on_engine_paused,
+    events.PromptsFetched: _on_prompts_fetched,
+    events.ProgressReported: _on_progress_reported,
+    events.RequestFinished: _on_request_finished,
+    events.RequestFailed: _on_request_failed,
+    events.RequestsAborted: _on_requests_aborted,
+    events.Migrated: _on_migrated,
+    events.OutputsLost: _on_outputs_lost,
+    events.MigrationFailed: _on_migration_failed,
+    events.GroupScored: _on_group_scored,
+    events.ScoringFailed: _on_scoring_failed,
+    events.Trained: _on_trained,
+    events.StepFailed: _on_step_failed,
+    events.Published: _on_published,
+    events.TrainerLost: recovery.on_trainer_lost,
+    events.TrainerReplaced: recovery.on_trainer_replaced,
+    events.DigestReported: recovery.on_digest_reported,
+    events.Loaded: _on_loaded,
+    events.LoadFailed: _on_load_failed,
+    events.Resumed: recovery.on_resumed,
+    events.TimerFired: _on_timer_fired,
 }

@@ -184,16 +184,10 @@ class Limits:
     ablations: tuple[str, ...] = ()  # of ABLATIONS
 
     def __post_init__(self) -> None:
-        minimums = {
-            "max_staleness": 0,
-            "slack": 0,
-            "max_retries": 0,
-            "num_queued": 0,
-            "weight_sync_interval": 1,
-            "max_migrations": 1,
-        }
-        for name, minimum in {"num_steps": 1, "batch_size": 1, "group_size": 1, **minimums}.items():
-            if getattr(self, name) < minimum:
+        from_0 = ("max_staleness", "slack", "max_retries", "num_queued")
+        from_1 = ("num_steps", "batch_size", "group_size", "weight_sync_interval", "max_migrations")
+        for name in (*from_0, *from_1):
+            if getattr(self, name) < (minimum := int(name in from_1)):
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least {minimum}")
         if self.batches_per_version is not None and self.batches_per_version < 1:
             raise ValueError(f"batches_per_version = {self.batches_per_version} must be at least 1")

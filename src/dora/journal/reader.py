@@ -25,7 +25,8 @@ TOKEN_BYTES = 4  # token ids are int32, log-probs float32
 # --- the journal
 
 
-class JournalHeader(NamedTuple):
+@dataclass(frozen=True)
+class JournalHeader:
     """The first line of a journal."""
 
     limits: Limits
@@ -54,19 +55,14 @@ class FileDigests(NamedTuple):
     is_seal: bool  # written when the run ended
 
 
-@dataclass(frozen=True, slots=True)
-class Journal:
+@dataclass(frozen=True, kw_only=True)
+class Journal(JournalHeader):
     """A journal as it was read: the header's values and all events and actions in order."""
 
-    limits: Limits
-    num_prompts: int | None  # dataset rows; None for a growing dataset
     lines: tuple[JournalLine, ...]
     is_torn: bool  # the last line was cut off and is not among the lines
-    critic_digest: str | None = None
-    config_digest: str = ""
     files: tuple[FileDigests, ...] = ()
     is_sealed: bool = False  # the last line is a seal
-    source_rows: tuple[int, ...] | None = None
     chain_breaks: tuple[int, ...] = ()  # numbers of the lines whose chain does not continue the one before
 
     def recorded_digests(self) -> dict[str, str]:
@@ -107,16 +103,12 @@ def read_journal(run: Path) -> Journal:
             )
         lines.append(last)
     return Journal(
-        header.limits,
-        header.num_prompts,
-        tuple(lines),
-        torn != b"",
-        header.critic_digest,
-        header.config_digest,
-        tuple(files),
-        isinstance(last, FileDigests) and last.is_seal and not torn,
-        header.source_rows,
-        tuple(_chain_breaks([head, *tail])),
+        **vars(header),
+        lines=tuple(lines),
+        is_torn=torn != b"",
+        files=tuple(files),
+        is_sealed=isinstance(last, FileDigests) and last.is_seal and not torn,
+        chain_breaks=tuple(_chain_breaks([head, *tail])),
     )
 
 
@@ -217,11 +209,9 @@ class StoredResponse(NamedTuple):
 def read_samples(run: Path) -> dict[SampleKey, SampleRow]:
     """Map (group, sibling) to its row in the sample store; no tokens are read. Raises InputError."""
     with open_sample_store(run) as store:
-        known = sample_columns(store)
         rows = store.execute(
             "select group_id, sibling, version, weight_digest, length(token_ids), length(logprobs), "
-            f"length({column_or_null('loss_mask', known)}), reward, state, trained_step, "
-            f"{column_or_null('segments', known)} from samples"
+            "length(loss_mask), reward, state, trained_step, segments from samples"
         ).fetchall()
     return {(row[0], row[1]): _sample_row(*row) for row in rows}
 
@@ -229,10 +219,8 @@ def read_samples(run: Path) -> dict[SampleKey, SampleRow]:
 def read_responses(run: Path, rows: Iterable[SampleRow]) -> list[StoredResponse | None]:
     """Read the tokens of rows of the same store; None for a truncated one. Raises InputError."""
     with open_sample_store(run) as store:
-        known = sample_columns(store)
-        loss_mask, branches = column_or_null("loss_mask", known), column_or_null("branches", known)
         query = (
-            f"select prompt_ids, token_ids, logprobs, coalesce(routes, x''), {loss_mask}, {branches} "
+            "select prompt_ids, token_ids, logprobs, coalesce(routes, x''), loss_mask, branches "
             "from samples where group_id = ? and sibling = ?"
         )
         return [_stored_response(*store.execute(query, (row.group, row.sibling)).fetchone()) for row in rows]
@@ -251,15 +239,6 @@ def open_sample_store(run: Path) -> Iterator[sqlite3.Connection]:
             yield store
     except sqlite3.Error as error:
         raise DamagedRunError(f"{path} cannot be read: {error}") from error
-
-
-def sample_columns(store: sqlite3.Connection) -> set[str]:
-    """Names of the stored columns; runs of older versions have fewer."""
-    return {name for _, name, *_ in store.execute("pragma table_info(samples)")}
-
-
-def column_or_null(name: str, known: set[str]) -> str:
-    return name if name in known else "null"
 
 
 def _sample_row(

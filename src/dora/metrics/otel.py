@@ -10,12 +10,11 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -35,11 +34,10 @@ class SpanTracker:
         """`service` is the name of the service unless OTEL_SERVICE_NAME sets one."""
         resource = Resource.create({"service.name": service}).merge(OTELResourceDetector().detect())
         logging.getLogger(OTLPSpanExporter.__module__).addFilter(_OncePerMessage())
-        self._exporter = _CountingExporter(OTLPSpanExporter())
+        self._exporter = _CountingExporter()
         # At the exit of the process the SDK would wait for 30 s: `close` has ended it before.
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        exporter: Any = self._exporter
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("dora")
         propagator = TraceContextTextMapPropagator()
         above = propagator.extract({TRACEPARENT: parent}) if parent else None
@@ -84,23 +82,15 @@ class SpanTracker:
         span.end(round(end_s * 1e9))
 
 
-class _CountingExporter:
-    """Passes spans on, and counts those that could not be sent."""
+class _CountingExporter(OTLPSpanExporter):
+    """Counts the spans that could not be sent."""
 
-    def __init__(self, exporter: OTLPSpanExporter) -> None:
-        self.num_lost = 0
-        self._exporter = exporter
+    num_lost = 0
 
-    def export(self, spans: Sequence[Any]) -> SpanExportResult:
-        result = self._exporter.export(spans)
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = super().export(spans)
         self.num_lost += len(spans) * (result is not SpanExportResult.SUCCESS)
         return result
-
-    def shutdown(self) -> None:
-        self._exporter.shutdown()
-
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        return bool(self._exporter.force_flush(timeout_millis))
 
 
 class _OncePerMessage(logging.Filter):

@@ -81,6 +81,15 @@ def is_alive(pid: int, created_s: float) -> bool:
         return False
 
 
+def driver_of(run: Path) -> psutil.Process | None:
+    """The process that drives the run in a folder, if it is alive and on this machine."""
+    try:
+        driver = json.loads((run / DRIVER_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return psutil.Process(driver["pid"]) if is_alive(driver["pid"], driver["created_s"]) else None
+
+
 def describe_waits(waits: Iterable[WaitEdge], now_s: float) -> list[str]:
     """A sentence for each edge of the wait-for graph."""
     return [f"{w.waiter} waits for {w.target}: {w.reason}{_elapsed(w, now_s, ', for ')}" for w in waits]

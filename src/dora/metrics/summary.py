@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dora.core.state import State
 from dora.metrics.evaluation import EvaluationResult
-from dora.metrics.run import RunMetrics, StepRecord
+from dora.metrics.run import RunMetrics
+
+MISMATCH = "mismatch/logprob_abs_diff_max"
 
 
 def summarize(
@@ -32,9 +34,13 @@ def summarize(
         "live_versions_max": metrics.live_versions_max,
         "live_versions_mean": round(metrics.live_version_s / max(1e-9, metrics.rollout_s), 3),
         **_staleness(metrics),
-        **_utilization(metrics, wall_s),
+        "rollout_utilization": round(metrics.utilization.overall(), 4),
+        "rollout_utilization_by_engine": {
+            str(engine): round(ratio, 4) for engine, ratio in metrics.utilization.by_engine().items()
+        },
+        "trainer_idle_ratio": round(metrics.trainer_idle_s / wall_s, 4),
         "logprob_mismatch_max": max(
-            (found for found in map(_mismatch, metrics.steps) if found is not None), default=None
+            (step.others[MISMATCH] for step in metrics.steps if MISMATCH in step.others), default=None
         ),
         "stall_s": round(state.stall_s, 3),
         "exposed_rollout_s": round(metrics.exposed_rollout_s, 3),
@@ -91,31 +97,11 @@ def _tokens(metrics: RunMetrics, state: State) -> dict[str, Any]:
 
 
 def _staleness(metrics: RunMetrics) -> dict[str, Any]:
-    histogram = metrics.staleness
+    histogram, bounds = metrics.staleness, [step.staleness_bound for step in metrics.steps]
     return {
         "staleness_histogram": {str(s): n for s, n in sorted(histogram.items())},
         "staleness_mean": sum(s * n for s, n in histogram.items()) / max(1, histogram.total()),
         "staleness_max": max(histogram, default=0),
-        "staleness_bound_mean": _mean(step.staleness_bound for step in metrics.steps),
-        "staleness_bound_last": metrics.steps[-1].staleness_bound if metrics.steps else None,
+        "staleness_bound_mean": statistics.fmean(bounds) if bounds else None,
+        "staleness_bound_last": bounds[-1] if bounds else None,
     }
-
-
-def _utilization(metrics: RunMetrics, wall_s: float) -> dict[str, Any]:
-    utilization = metrics.utilization
-    return {
-        "rollout_utilization": round(utilization.overall(), 4),
-        "rollout_utilization_by_engine": {
-            str(engine): round(ratio, 4) for engine, ratio in utilization.by_engine().items()
-        },
-        "trainer_idle_ratio": round(metrics.trainer_idle_s / wall_s, 4),
-    }
-
-
-def _mean(values: Iterable[int]) -> float | None:
-    found = [*values]
-    return statistics.fmean(found) if found else None
-
-
-def _mismatch(step: StepRecord) -> float | None:
-    return step.others.get("mismatch/logprob_abs_diff_max")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -142,19 +143,13 @@ class Trackers:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Send the metrics of one step to all trackers."""
         for name, tracker in [*self._trackers.items()]:
-            self._try(name, lambda tracker=tracker: tracker.log(metrics, step))  # type: ignore[misc]
+            self._try(name, partial(tracker.log, metrics, step))
 
     def log_hidden(self, lines: Sequence[Mapping[str, float]]) -> None:
         """Send kept lines to TensorBoard again, which hides them on resume; hosted trackers have them."""
-        tracker = self._trackers.get("tensorboard")
-
-        def log() -> None:
-            for line in lines:
-                assert tracker is not None
-                tracker.log(line, int(line["step"]))
-
-        if tracker is not None:
-            self._try("tensorboard", log)
+        for line in lines:
+            if tracker := self._trackers.get("tensorboard"):
+                self._try("tensorboard", partial(tracker.log, line, int(line["step"])))
 
     def close(self) -> None:
         for name, tracker in [*self._trackers.items()]:

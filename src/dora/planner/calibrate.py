@@ -13,7 +13,7 @@ and a run in which they work concurrently.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -34,7 +34,7 @@ from dora.journal.timeline import (
     Timeline,
     TrainerSpan,
 )
-from dora.planner.costs import StepTime, StepTimeTerms
+from dora.planner.costs import StepTimeTerms
 from dora.planner.fluid import FluidEngine
 from dora.planner.lengths import CHUNK_SIZE
 from dora.planner.simulator import Contention, SimulationResult, Simulator, SimulatorOptions
@@ -212,11 +212,6 @@ class FittedCosts:
         overhead_s = self.decode.at(num_rows) - self.per_version_s
         return StepTimeTerms(0.0, overhead_s, self.per_version_s, 0.0, 0.0)
 
-    def step_time(
-        self, num_rows: int, rank_rows: int, rank_context: float, num_versions: int = 1
-    ) -> StepTime:
-        return self.terms(num_rows, rank_rows).step_time(rank_context, num_versions)
-
     def prefill_s(self, num_tokens: float) -> float:
         return 0.0  # part of `finish_report_s`
 
@@ -333,7 +328,7 @@ def _request_data(run: RecordedRun) -> FitData:
             for span in own
             for change in ((span.started_s, span.tokens_per_s), (span.ended_s, -span.tokens_per_s))
         )
-        version_s[engine.engine] = integrate(_version_changes(own))
+        version_s[engine.engine] = integrate(_count_changes(own, lambda span: span.version))
     rows = []
     for span in (span for span in run.requests if span.is_uninterrupted):
         start, end, num_tokens = span.started_s, span.ended_s, span.num_tokens
@@ -346,24 +341,21 @@ def _request_data(run: RecordedRun) -> FitData:
     return FitData(table[:, 4], table[:, :4], table[:, 5], 1 / np.sqrt(table[:, 1]))
 
 
-def _version_changes(spans: Iterable[DecodeSpan]) -> Changes:
-    """Changes of the number of versions that an engine decodes."""
+def _count_changes(spans: Sequence[DecodeSpan], key: Callable[[DecodeSpan], int]) -> Changes:
+    """Changes of the number of different keys among the requests that run."""
     running: Counter[int] = Counter()
-    changes = [(span.started_s, 1, span.version) for span in spans]
-    changes += [(span.ended_s, -1, span.version) for span in spans]
-    for time_s, change, version in sorted(changes):
+    changes = [(span.started_s, 1, key(span)) for span in spans]
+    changes += [(span.ended_s, -1, key(span)) for span in spans]
+    for time_s, change, of_span in sorted(changes):
         before = len(+running)
-        running[version] += change
+        running[of_span] += change
         if (after := len(+running)) != before:
             yield time_s, float(after - before)
 
 
 def _training_data(run: RecordedRun) -> FitData:
     """The training steps. Units: 1, thousands of tokens. Overlaps: the fraction of engines that decode."""
-    spans_of: dict[int, list[DecodeSpan]] = defaultdict(list)
-    for span in run.requests:
-        spans_of[span.engine].append(span)
-    busy_s = integrate(change for spans in spans_of.values() for change in _busy_changes(spans))
+    busy_s = integrate(_count_changes(run.requests, lambda span: span.engine))
     rows = [
         (1.0, step.num_tokens / 1000, step.work_s, busy_s(step.ended_s) - busy_s(step.work_started_s))
         for step in run.trainings
@@ -371,15 +363,6 @@ def _training_data(run: RecordedRun) -> FitData:
     table = np.array(rows, dtype=float).reshape(-1, 4)
     overlaps = table[:, 3] / table[:, 2] / len(run.engines)
     return FitData(table[:, 2], table[:, :2], overlaps, np.ones(len(table)))
-
-
-def _busy_changes(spans: Iterable[DecodeSpan]) -> Changes:
-    """Times at which an engine gets its first request and at which its last request ends."""
-    num_running = 0
-    for time_s, change in sorted([(s.started_s, 1) for s in spans] + [(s.ended_s, -1) for s in spans]):
-        if num_running == 0 or num_running + change == 0:
-            yield time_s, float(change)
-        num_running += change
 
 
 def integrate(changes: Changes) -> Callable[[float], float]:

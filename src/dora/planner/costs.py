@@ -64,7 +64,7 @@ class StepTimeTerms(NamedTuple):
     kv_s: float  # reading the KV of one token
     slope_s: float  # added to each further step, because every row has one more token
 
-    def step_time(self, rank_context: float, num_versions: int) -> StepTime:
+    def step_time(self, rank_context: float, num_versions: int = 1) -> StepTime:
         """For `rank_context` tokens of KV on the fullest rank and rows of so many versions."""
         first_s = self.weights_s * num_versions + self.kv_s * rank_context + self.overhead_s
         return StepTime(self.floor_s, first_s, self.slope_s)
@@ -137,14 +137,8 @@ class EngineCost:
     def _network_bandwidth(self) -> float:
         return self.device.network_bandwidth * self.efficiency.link
 
-    def step_time(
-        self, num_rows: int, rank_rows: int, rank_context: float, num_versions: int = 1
-    ) -> StepTime:
-        """Of steps with `num_rows` rows; the fullest rank has `rank_rows` with `rank_context` tokens."""
-        return self.terms(num_rows, rank_rows).step_time(rank_context, num_versions)
-
     def terms(self, num_rows: int, rank_rows: int) -> StepTimeTerms:
-        """The parts of a step's time that depend on the number of rows alone. Cached."""
+        """Of steps with `num_rows` rows; the fullest rank has `rank_rows`. Cached."""
         key = (num_rows, rank_rows)
         if key not in self._terms:
             self._terms[key] = self._compute_terms(num_rows, rank_rows)
@@ -185,17 +179,15 @@ class EngineCost:
 
     def _collectives_s(self, num_rows: int, rank_rows: int) -> float:
         """Two all-reduces a layer among `tp_size` devices, two all-to-alls among `ep_size` ranks."""
-        model, device, seconds = self.model, self.device, 0.0
+        model, seconds = self.model, 0.0
         row_bytes = model.hidden_size * BYTES_PER_VALUE
         if self.tp_size > 1:
             sent_s = 2 * rank_rows * row_bytes / self._link_bandwidth(self.tp_size)
             seconds += 2 * model.num_layers * (self.efficiency.collective_s + sent_s)
         if self.ep_size > 1:
             sent = rank_rows * model.experts_per_token * row_bytes * self.expert_imbalance(num_rows)
-            is_one_node = self.num_devices <= device.node_size
-            bandwidth = device.link_bandwidth if is_one_node else device.network_bandwidth
             latency_s = self.efficiency.collective_s * math.log2(self.ep_size)
-            seconds += 2 * model.num_layers * (latency_s + sent / (bandwidth * self.efficiency.link))
+            seconds += 2 * model.num_layers * (latency_s + sent / self._link_bandwidth(self.num_devices))
         return seconds
 
     def _link_bandwidth(self, size: int) -> float:
@@ -210,8 +202,7 @@ class EngineCost:
 
     def migrate_s(self, num_tokens: float) -> float:
         """Copy one request's KV to another engine, from all devices of a rank at once."""
-        bandwidth = self.device.network_bandwidth * self.efficiency.link * self.tp_size
-        return num_tokens * self.model.kv_bytes / bandwidth
+        return num_tokens * self.model.kv_bytes / (self._network_bandwidth * self.tp_size)
 
     def swap_s(self, num_tokens: float) -> float:
         """Copy one request's KV to host memory, or back."""

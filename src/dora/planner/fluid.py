@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import Counter
+from dataclasses import dataclass
 from typing import Protocol
 
 from dora.core.types import RequestId
@@ -29,9 +30,6 @@ class EngineCosts(Protocol):
     @property
     def kv_bytes(self) -> float: ...
     def terms(self, num_rows: int, rank_rows: int) -> StepTimeTerms: ...
-    def step_time(
-        self, num_rows: int, rank_rows: int, rank_context: float, num_versions: int = 1
-    ) -> StepTime: ...
     def prefill_s(self, num_tokens: float) -> float: ...
     def migrate_s(self, num_tokens: float) -> float: ...
     def swap_s(self, num_tokens: float) -> float: ...
@@ -39,23 +37,20 @@ class EngineCosts(Protocol):
     def load_stop_s(self) -> float: ...
 
 
+@dataclass(slots=True, eq=False)
 class FluidRequest:
     """One request on an engine. Lengths in tokens; `since` and `stops_at` are step counts of the engine."""
 
-    __slots__ = (
-        "id", "length", "num_tokens", "prompt", "rank", "since", "started_s", "stop_length", "stops_at",
-        "version",
-    )  # fmt: skip
-
-    def __init__(self, request: RequestId, version: int, prompt: int, length: int, stop_length: int) -> None:
-        self.id, self.version = request, version
-        self.prompt, self.length = prompt, length
-        self.stop_length = stop_length  # response tokens at the end of the turn, or of the response
-        self.started_s = 0.0
-        self.num_tokens = 0.0  # of the response, at `since`
-        self.since = 0.0
-        self.rank = 0
-        self.stops_at: float | None = None  # None while it is not decoded
+    id: RequestId
+    version: int
+    prompt: int
+    length: int
+    stop_length: int  # response tokens at the end of the turn, or of the response
+    started_s: float = 0.0
+    num_tokens: float = 0.0  # of the response, at `since`
+    since: float = 0.0
+    rank: int = 0
+    stops_at: float | None = None  # None while it is not decoded
 
     @property
     def is_active(self) -> bool:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from dora.core import events
 from dora.core.actions import (
     Abort,
     Action,
@@ -24,19 +25,6 @@ from dora.core.actions import (
     Score,
     Stop,
     Train,
-)
-from dora.core.events import (
-    EngineJoined,
-    EnginePaused,
-    Event,
-    GroupScored,
-    Loaded,
-    Migrated,
-    MigrationFailed,
-    PromptsFetched,
-    Published,
-    RequestFinished,
-    Trained,
 )
 from dora.core.types import GroupId, Limits, RequestId
 
@@ -82,35 +70,35 @@ class BaseScheduler(ABC):
     def start(self, now: float) -> list[Action]:
         return [Publish(0)]
 
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: events.Event, now: float) -> list[Action]:
         return [*self._handle(event), *([] if self.done else self._decide(now))]
 
     @abstractmethod
     def _decide(self, now: float) -> list[Action]:
         """The actions after an event."""
 
-    def _handle(self, event: Event) -> list[Action]:
+    def _handle(self, event: events.Event) -> list[Action]:
         """Follow an event; returns the actions that follow from it alone."""
         match event:
-            case EngineJoined():
+            case events.EngineJoined():
                 self.engines[event.engine] = EngineRows(event.engine, event.max_num_seqs)
-            case PromptsFetched():
+            case events.PromptsFetched():
                 self.prompts.extend(event.groups)
                 self._num_fetching -= len(event.groups)
-            case Loaded():
+            case events.Loaded():
                 engine = self.engines[event.engine]
                 engine.held, engine.loading = event.version, None
-            case RequestFinished():
+            case events.RequestFinished():
                 return self._on_finished(event)
-            case GroupScored():
+            case events.GroupScored():
                 if event.group in self.num_unfinished:  # else it was dropped meanwhile
                     del self.num_unfinished[event.group]
                     self.ready.append(event.group)
-            case Trained():
+            case events.Trained():
                 self.is_training = False
                 self.step += 1
                 return [Publish(self.step)]
-            case Published():
+            case events.Published():
                 self.newest = event.version
                 if event.version == self.limits.num_steps:
                     self.done = True
@@ -119,7 +107,7 @@ class BaseScheduler(ABC):
                 pass
         return []
 
-    def _on_finished(self, event: RequestFinished) -> list[Action]:
+    def _on_finished(self, event: events.RequestFinished) -> list[Action]:
         engine = self.engine_of.pop(event.request, None)
         if engine is None:
             return []  # its group was dropped meanwhile
@@ -190,10 +178,10 @@ class LaminarScheduler(BaseScheduler):
         self._destination_of: dict[RequestId, int] = {}  # of running migrations
         self._last_repack_s = 0.0
 
-    def _handle(self, event: Event) -> list[Action]:
-        if isinstance(event, Migrated | MigrationFailed):
+    def _handle(self, event: events.Event) -> list[Action]:
+        if isinstance(event, events.Migrated | events.MigrationFailed):
             destination = self._destination_of.pop(event.request)
-            if isinstance(event, Migrated) and event.request in self.engine_of:
+            if isinstance(event, events.Migrated) and event.request in self.engine_of:
                 del self.engines[self.engine_of[event.request]].requests[event.request]
                 self.engines[destination].requests[event.request] = None
                 self.engine_of[event.request] = destination
@@ -276,8 +264,8 @@ class RollPackerScheduler(BaseScheduler):
         self._num_paused = 0
         self._is_decoding = False
 
-    def _handle(self, event: Event) -> list[Action]:
-        if isinstance(event, EnginePaused):
+    def _handle(self, event: events.Event) -> list[Action]:
+        if isinstance(event, events.EnginePaused):
             self._num_paused += 1
         return super()._handle(event)
 

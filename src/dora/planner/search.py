@@ -240,7 +240,7 @@ class StepTimeFormula:
         """One decode step of the first engine, with so many rows of mean context."""
         cost, rows = deployment.engines[0].cost, max(1, round(num_rows))
         rank_rows = -(-rows // cost.ep_size)
-        return cost.step_time(rows, rank_rows, rank_rows * self.context).seconds(1.0)
+        return cost.terms(rows, rank_rows).step_time(rank_rows * self.context).seconds(1.0)
 
 
 def with_heavier_tail(plan: SimulatedPlan, factor: float = 2.0) -> Metrics:

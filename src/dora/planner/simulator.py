@@ -12,6 +12,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from dora.core import actions, events
@@ -131,7 +132,6 @@ class SimulationResult:
     steps: list[SimulatedStep] = field(default_factory=list)
     num_events: int = 0
     num_migrations: int = 0
-    migrated_bytes: float = 0.0
     migration_stop_s: float = 0.0  # pauses of migrating requests
     migration_copy_s: float = 0.0  # copies of their KV, during which they decode
     load_s: float = 0.0
@@ -209,10 +209,6 @@ def steady_steps(num_steps: int, max_staleness: int) -> tuple[int, int]:
     return first, last
 
 
-class SimulationDeadlock(Exception):
-    """The run is not done, and nothing is scheduled."""
-
-
 class TrainerQueue:
     """Work of the trainer, in order of arrival, at a speed that may change. Groups may come before their
     batch.
@@ -278,16 +274,15 @@ class TrainerQueue:
         self.epoch += 1
 
 
+@dataclass(slots=True, eq=False)
 class _OpenGroup:
     """A group that is admitted and not trained."""
 
-    __slots__ = ("cached_on", "num_response_tokens", "num_tokens", "version", "work_s")
-
-    def __init__(self, version: int) -> None:
-        self.version = version
-        self.work_s, self.num_tokens = 0.0, 0  # of its finished responses, to train them
-        self.num_response_tokens = 0  # `num_tokens` without the prompts
-        self.cached_on: set[tuple[int, int]] = set()  # (engine, version) with the KV of its prompt
+    version: int
+    work_s: float = 0.0  # to train its finished responses
+    num_tokens: int = 0  # of its finished responses
+    num_response_tokens: int = 0  # `num_tokens` without the prompts
+    cached_on: set[tuple[int, int]] = field(default_factory=set)  # (engine, version) with its prompt's KV
 
 
 class Simulator(EventQueue[Iterable[Event]]):
@@ -310,7 +305,7 @@ class Simulator(EventQueue[Iterable[Event]]):
         self.result, self._listener = SimulationResult(), listener
         self._changed_engines: dict[int, None] = {}  # their next stop must be scheduled again
         self._dataset_index = 0
-        self._lengths_of_chunk: dict[int, tuple[Sequence[int], list[list[int]]]] = {}
+        self._chunk = lru_cache(CACHED_CHUNKS)(self._draw_chunk)
         self._groups: dict[GroupId, _OpenGroup] = {}
         self._network_free_s: dict[int, float] = {}  # engine -> end of its last KV copy
         self._queue = TrainerQueue(options.min_stream_tokens if options.streams_groups else None)
@@ -334,7 +329,7 @@ class Simulator(EventQueue[Iterable[Event]]):
         }
 
     def run(self) -> SimulationResult:
-        """Run to the end. Raises SimulationDeadlock if no event is scheduled before the end."""
+        """Run to the end. Raises Deadlock if no event is scheduled before the end."""
         for _ in self.run_steps():
             pass
         return self.result
@@ -345,8 +340,6 @@ class Simulator(EventQueue[Iterable[Event]]):
         self._start_engines()
         num_yielded, scheduler, result = 0, self.scheduler, self.result
         while not scheduler.done:
-            if self.next_s is None:
-                raise SimulationDeadlock("the run is not done, and no event is scheduled")
             for event in self.run_next():
                 result.num_events += 1
                 if self._listener is not None:
@@ -438,17 +431,10 @@ class Simulator(EventQueue[Iterable[Event]]):
         chunk, index = divmod(position, CHUNK_SIZE)
         return self._chunk(chunk)[0][index]
 
-    def _chunk(self, chunk: int) -> tuple[Sequence[int], list[list[int]]]:
+    def _draw_chunk(self, chunk: int) -> tuple[Sequence[int], list[list[int]]]:
         """Lengths of prompts and of responses of `CHUNK_SIZE` groups."""
-        if chunk not in self._lengths_of_chunk:
-            prompts = self.lengths.draw_prompts(chunk, self.group_size)
-            self._lengths_of_chunk[chunk] = (
-                prompts,
-                self.lengths.draw(chunk, self.group_size, self.batch_size),
-            )
-            for old in [known for known in self._lengths_of_chunk if known < chunk - CACHED_CHUNKS]:
-                del self._lengths_of_chunk[old]
-        return self._lengths_of_chunk[chunk]
+        prompts = self.lengths.draw_prompts(chunk, self.group_size)
+        return prompts, self.lengths.draw(chunk, self.group_size, self.batch_size)
 
     def _admit(self, action: actions.Admit) -> None:
         dropped = self._groups.get(action.group)
@@ -606,7 +592,7 @@ class Simulator(EventQueue[Iterable[Event]]):
             return
         request = self._changing(action.source).remove(action.request)
         self._update_schedule()
-        stop_s = source.cost.step_time(1, 1, request.prompt + request.num_tokens).seconds(1.0)
+        stop_s = source.cost.terms(1, 1).step_time(request.prompt + request.num_tokens).seconds(1.0)
         self.schedule(stop_s, self._complete_migration, action, request, copy_s, stop_s)
 
     def _complete_migration(
@@ -622,7 +608,6 @@ class Simulator(EventQueue[Iterable[Event]]):
             stop_s += prefill_s
         destination.add(request)
         result.num_migrations += 1
-        result.migrated_bytes += num_bytes
         result.migration_stop_s += stop_s
         result.migration_copy_s += copy_s
         result.num_recomputed += num_recomputed

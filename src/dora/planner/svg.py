@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
+from itertools import chain
 
 from dora.core.events import Trained
 from dora.journal.timeline import EngineSpan, MigrationSpan, RequestSpan, Span, TrainerSpan, of_kind
@@ -148,19 +149,14 @@ def _arrows(
 
 
 def throughput_svg(points: Iterable[tuple[str, int, float]]) -> str:
-    """A line chart of (policy, S, trained tokens per second)."""
+    """A line for each policy through its points (policy, S, trained tokens per second); both axes start at
+    zero.
+    """
     curves: dict[str, list[tuple[float, float]]] = {}
     for name, staleness, tokens_per_s in points:
         curves.setdefault(name, []).append((staleness, tokens_per_s))
-    return line_chart_svg(curves, "S", "trained tokens per second", "throughput against S")
-
-
-def line_chart_svg(
-    curves: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str, title: str
-) -> str:
-    """A line for each name through its points; both axes start at zero."""
-    points = [point for line in curves.values() for point in line]
-    max_x, max_y = max(x for x, _ in points) or 1.0, max(y for _, y in points) or 1.0
+    all_x, all_y = zip(*chain.from_iterable(curves.values()), strict=True)
+    max_x, max_y = max(all_x) or 1.0, max(all_y) or 1.0
     width = WIDTH - 120
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -172,9 +168,10 @@ def line_chart_svg(
         _, y = place(0, value)
         parts.append(f'<path d="M{left} {y:.1f}h{width}" stroke="{"#ddd" if value else "#888"}"/>')
         parts.append(_text(left - 6, y + 4, f"{value:,g}", "end"))
-    for x in sorted({x for x, _ in points}):
+    for x in sorted({*all_x}):
         parts.append(_text(place(x, 0)[0], base + 16, f"{x:g}"))
-    parts += [_text(LEFT + width / 2, base + 34, x_label), _text(left, TOP - 8, y_label, "start", "#666")]
+    parts.append(_text(LEFT + width / 2, base + 34, "S"))
+    parts.append(_text(left, TOP - 8, "trained tokens per second", "start", "#666"))
     labels: list[tuple[float, float]] = []
     for number, (name, line) in enumerate(sorted(curves.items(), key=lambda curve: -max(curve[1])[1])):
         colour = COLOURS[number % len(COLOURS)]
@@ -187,7 +184,7 @@ def line_chart_svg(
             y += 1  # labels do not overlap
         labels.append((x, y))
         parts.append(_text(x + 8, y + 4, name, "start", colour))
-    return _svg(parts, base + 44, title)
+    return _svg(parts, base + 44, "throughput against S")
 
 
 def _box(x: float, y: float, width: float, height: float, version: int, tip: str) -> str:

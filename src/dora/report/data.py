@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -32,7 +32,7 @@ from dora.journal.timeline import GroupSpan, RequestSpan, Span, Timeline
 from dora.journal.why import request_histories
 from dora.metrics.catalog import SECTIONS
 from dora.metrics.evaluation import VERSION_KEY, EvaluationTracker
-from dora.metrics.writer import METRICS_FILE
+from dora.metrics.writer import METRICS_FILE, read_metrics
 from dora.report import samples
 from dora.report.timeline import (
     engines_to_json,
@@ -129,7 +129,7 @@ class RunReader:
             "config": config,
             "summary": summary,
             "audit": None,
-            "metrics": _read_metrics(self._run).to_json(),
+            "metrics": metric_columns(read_metrics(self._run / METRICS_FILE)),
             "evaluations": self._evaluations(summary),
             "published": [round(1e3 * t_s) for t_s in self._published],
             "engines": engines_to_json(spans, now),
@@ -207,30 +207,22 @@ class RunReader:
 # --- metrics.jsonl
 
 
-class MetricColumns:
-    """The steps in metrics.jsonl as columns, thinned to the number of points that a chart can show."""
+def metric_columns(lines: Iterable[JsonObject]) -> JsonObject:
+    """The steps in metrics.jsonl as columns, thinned to the number of points that a chart can show.
 
-    def __init__(self) -> None:
-        self._steps: dict[int, JsonObject] = {}
-
-    def read(self, text: str) -> None:
-        """Read one line; the line of a redone step replaces the step's earlier line."""
-        line: JsonObject = json.loads(text)
-        if VERSION_KEY not in line:
-            self._steps[int(line["step"])] = line
-
-    def to_json(self) -> JsonObject:
-        """Columns of equal length, None where a line has no value; a point is the mean of `every` steps."""
-        lines = [self._steps[step] for step in sorted(self._steps)]
-        every = -(-len(lines) // MAX_POINTS) or 1
-        names = sorted({name for line in lines for name in line})
-        columns = {name: _thinned([line.get(name) for line in lines], every) for name in names}
-        return {
-            "every": every,
-            "num": len(lines),
-            "columns": columns,
-            "meanings": {name: meaning for name in names if (meaning := _meaning(name))},
-        }
+    The line of a redone step replaces the step's earlier line. The columns have equal length, with None where
+    a line has no value; a point is the mean of `every` steps.
+    """
+    of_step = {line["step"]: line for line in lines if VERSION_KEY not in line}
+    steps = [of_step[step] for step in sorted(of_step)]
+    every = -(-len(steps) // MAX_POINTS) or 1
+    names = sorted({name for step in steps for name in step})
+    return {
+        "every": every,
+        "num": len(steps),
+        "columns": {name: _thinned([step.get(name) for step in steps], every) for name in names},
+        "meanings": {name: meaning for name in names if (meaning := _meaning(name))},
+    }
 
 
 @cache
@@ -248,14 +240,6 @@ def _thinned(values: Sequence[float | None], every: int) -> list[float | None]:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None and math.isfinite(value)]
     return float(f"{sum(known) / len(known):.{NUM_DIGITS}g}") if known else None
-
-
-def _read_metrics(run: Path) -> MetricColumns:
-    metrics = MetricColumns()
-    with contextlib.suppress(OSError):
-        for text in (run / METRICS_FILE).read_text(encoding="utf-8").split("\n")[:-1]:
-            metrics.read(text)
-    return metrics
 
 
 # --- groups

@@ -24,7 +24,7 @@ import tokenizers
 
 from dora.core.types import GroupId, RequestId
 from dora.errors import InputError
-from dora.journal.reader import CONFIG_FILE, open_sample_store, sample_columns
+from dora.journal.reader import CONFIG_FILE, open_sample_store
 
 MAX_CHARACTERS = 4_000  # of one text; a longer one is cut
 NUM_NOTABLE = 4  # groups for each tag
@@ -62,9 +62,8 @@ class StoredGroup(NamedTuple):
 def read_groups(run: Path) -> list[StoredGroup]:
     """Every group that has a response. Raises InputError."""
     with open_sample_store(run) as store:
-        segments = "segments" if "segments" in sample_columns(store) else "null"
         rows = store.execute(
-            f"select group_id, version, state, trained_step, length(token_ids) / 4, reward, {segments} "
+            "select group_id, version, state, trained_step, length(token_ids) / 4, reward, segments "
             "from samples order by group_id, sibling"
         ).fetchall()
     found = []
@@ -133,11 +132,9 @@ def read_texts(
 def _read_group(
     store: sqlite3.Connection, group: GroupId, tags: Sequence[str], text: Callable[[bytes], str]
 ) -> dict[str, Any]:
-    known = sample_columns(store)
-    optional = [name if name in known else f"null as {name}" for name in ("loss_mask", "segments")]
     rows = store.execute(
-        f"select sibling, version, state, trained_step, reward, advantage, prompt_ids, token_ids, "
-        f"{', '.join(optional)} from samples where group_id = ? order by sibling",
+        "select sibling, version, state, trained_step, reward, advantage, prompt_ids, token_ids, loss_mask, "
+        "segments from samples where group_id = ? order by sibling",
         (str(group),),
     ).fetchall()
     _, version, state, step, *_, prompt, _, _, _ = rows[0]

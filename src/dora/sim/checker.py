@@ -14,52 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from dora.audit.guarantees import GuaranteeAudit
-from dora.core.actions import (
-    Abort,
-    Action,
-    Admit,
-    Commit,
-    DecodeOnly,
-    Drop,
-    Fail,
-    Filter,
-    FinishEvaluation,
-    Generate,
-    Load,
-    Migrate,
-    PauseEngine,
-    RejectDrain,
-    RemoveEngine,
-    ResumeEngine,
-    Retire,
-    Score,
-    SkipEvaluation,
-    SkipLoad,
-    StartEvaluation,
-    Stop,
-    Train,
-)
-from dora.core.events import (
-    DrainRequested,
-    EngineJoined,
-    EngineLost,
-    EnginePaused,
-    EngineRemoved,
-    Event,
-    GroupScored,
-    Loaded,
-    LoadFailed,
-    Migrated,
-    MigrationFailed,
-    ProgressReported,
-    Published,
-    RequestFailed,
-    RequestFinished,
-    RequestsAborted,
-    Resumed,
-    ScoringFailed,
-    Trained,
-)
+from dora.core import actions, events
 from dora.core.types import GroupId, Limits, RequestId
 from dora.sim.fleet_checker import FleetChecker
 from dora.sim.ground_truth import Violation, require
@@ -99,7 +54,7 @@ class Checker:
         """Of a trained group."""
         return max(self.groups.staleness, default=0)
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: events.Event) -> None:
         """Follow an event, before the orchestrator handles it."""
         self.fleet.before_event(event)
         self.evaluation.before_event()
@@ -109,13 +64,13 @@ class Checker:
             handler(self, event)
         self.inflight_updates.after_event(self.store)
 
-    def check(self, action: Action) -> None:
+    def check(self, action: actions.Action) -> None:
         """Check an action, before it is executed."""
         self._audit(action)
         if (handler := _ACTION_HANDLERS.get(type(action))) is not None:
             handler(self, action)
 
-    def _audit(self, record: Event | Action) -> None:
+    def _audit(self, record: events.Event | actions.Action) -> None:
         self.audit.observe(record)
         self._raise_findings()
 
@@ -138,11 +93,11 @@ class Checker:
 
     # Events
 
-    def _on_joined(self, event: EngineJoined) -> None:
+    def _on_joined(self, event: events.EngineJoined) -> None:
         self.fleet.on_joined(event)
         self.evaluation.on_joined(sum(engine.num_rows for engine in self.fleet.engines.values()))
 
-    def _on_finished(self, event: RequestFinished) -> None:
+    def _on_finished(self, event: events.RequestFinished) -> None:
         request, is_aborted = event.request, event.request in self.fleet.aborting
         self.fleet.release(event.engine, request)
         if request.is_held_out:
@@ -150,7 +105,7 @@ class Checker:
         elif not is_aborted:
             self.inflight_updates.end(request, event.version)
 
-    def _on_failed(self, event: RequestFailed) -> None:
+    def _on_failed(self, event: events.RequestFailed) -> None:
         request, is_aborting = event.request, event.request in self.fleet.aborting
         self.fleet.release(event.engine, request)
         if request.is_held_out:
@@ -166,30 +121,30 @@ class Checker:
         self.evaluation.end(request, is_failed=is_failed)
         self.pins[-1 - request.epoch] -= 1
 
-    def _on_aborted(self, event: RequestsAborted) -> None:
+    def _on_aborted(self, event: events.RequestsAborted) -> None:
         for request in event.requests:
             require(request in self.fleet.aborting, f"{request} was aborted without an Abort")
             self.fleet.release(event.engine, request)
 
-    def _on_scored(self, event: GroupScored | ScoringFailed) -> None:
+    def _on_scored(self, event: events.GroupScored | events.ScoringFailed) -> None:
         if event.group.is_held_out:
             self.evaluation.on_scored(event.group)
 
-    def _on_loaded(self, event: Loaded) -> None:
+    def _on_loaded(self, event: events.Loaded) -> None:
         self.fleet.on_loaded(event)
         self.inflight_updates.on_loaded(event)
 
-    def _on_published(self, event: Published) -> None:
+    def _on_published(self, event: events.Published) -> None:
         self.store.add(event.version)
         self.loads.on_published(event)
         self.evaluation.on_published(event.version)
 
-    def _on_trained(self, event: Trained) -> None:
+    def _on_trained(self, event: events.Trained) -> None:
         oldest = event.step - min(self.groups.admitted[group] for group in self.steps.batches[event.step])
         self.adaptive_staleness.on_trained(event, oldest)
         self.loads.on_trained(event)
 
-    def _on_resumed(self, event: Resumed) -> None:
+    def _on_resumed(self, event: events.Resumed) -> None:
         """Every process has crashed. Steps after the checkpoint are trained again, with the same groups."""
         self.fleet.on_run_crashed()
         self.loads.on_run_crashed()
@@ -201,7 +156,7 @@ class Checker:
 
     # Actions
 
-    def _admit(self, action: Admit) -> None:
+    def _admit(self, action: actions.Admit) -> None:
         group, version, size = action.group, action.version, self.limits.group_size
         is_redone = self._redo_until in {0, *self.store} or max(self.store) > self._redo_until
         require(is_redone, f"{group} is admitted before version {self._redo_until} is published again")
@@ -256,7 +211,7 @@ class Checker:
         most = (num_batches if version else self.limits.max_staleness + 1) * self.limits.batch_size
         require(self.num_live[version] <= most, f"version {version} has more than {most} groups")
 
-    def _generate(self, action: Generate) -> None:
+    def _generate(self, action: actions.Generate) -> None:
         for request in action.requests:
             if request.is_held_out:
                 self.pins[action.version] += request not in self.evaluation.running
@@ -268,11 +223,11 @@ class Checker:
             self.inflight_updates.generate(request, action.version)
         self.fleet.generate(action)
 
-    def _score(self, action: Score) -> None:
+    def _score(self, action: actions.Score) -> None:
         if action.group.is_held_out:
             self.evaluation.score(action.group)
 
-    def _end_untrained(self, action: Filter | Fail) -> None:
+    def _end_untrained(self, action: actions.Filter | actions.Fail) -> None:
         group = action.group
         require(group != self._group_to_retry, f"{group} ends, although its request may be retried")
         self._end(group, type(action).__name__)
@@ -282,7 +237,7 @@ class Checker:
             if request not in self.groups.finished:
                 self.inflight_updates.end(request, version)
 
-    def _commit(self, action: Commit) -> None:
+    def _commit(self, action: actions.Commit) -> None:
         group, step = action.group, action.step
         require(step == self.next_step, f"{group} is committed to step {step}, not to step {self.next_step}")
         self._end(group, "Commit")
@@ -296,29 +251,29 @@ class Checker:
         self.open_groups.remove(group)
         self.num_open[self.groups.deadlines[group]] -= 1
 
-    def _train(self, action: Train) -> None:
+    def _train(self, action: actions.Train) -> None:
         self.fleet.check_device()
         uncommitted = self.open_groups.intersection(action.groups)
         require(not uncommitted, f"C2: {uncommitted} are trained without a commit")
 
-    def _migrate(self, action: Migrate) -> None:
+    def _migrate(self, action: actions.Migrate) -> None:
         require(not self.limits.is_static, f"{action.request} migrates although is_static = true")
         self.fleet.migrate(action)
 
-    def _decode_only(self, action: DecodeOnly) -> None:
+    def _decode_only(self, action: actions.DecodeOnly) -> None:
         is_allowed = self.limits.prioritize_stragglers or not action.requests
         require(is_allowed, f"engine {action.engine} gets DecodeOnly although prioritize_stragglers = false")
         self.fleet.decode_only(action)
 
-    def _drop(self, action: Drop) -> None:
+    def _drop(self, action: actions.Drop) -> None:
         self.fleet.drop(action, self.pins[action.version] > 0)
 
-    def _load(self, action: Load) -> None:
+    def _load(self, action: actions.Load) -> None:
         require(action.version in self.store, f"version {action.version} is loaded and is not in the store")
         self.loads.load(action)
         self.fleet.load(action, action.version == self.evaluation.version)
 
-    def _skip_load(self, action: SkipLoad) -> None:
+    def _skip_load(self, action: actions.SkipLoad) -> None:
         """An engine may skip a version while a group can still be admitted at the version it keeps."""
         kept = self.loads.skip(action)
         deadline = self.deadline(kept)
@@ -327,7 +282,7 @@ class Checker:
         self._check_bound(f"{action}")
         self.num_open[deadline] -= 1
 
-    def _retire(self, action: Retire) -> None:
+    def _retire(self, action: actions.Retire) -> None:
         version, num_pins = action.version, self.pins[action.version]
         require(not num_pins, f"version {version} is retired under its {num_pins} requests")
         require(version != self.evaluation.version, f"version {version} is retired under its evaluation")
@@ -335,11 +290,11 @@ class Checker:
         require(not loading, f"version {version} is retired while engines {loading} load it")
         self.store.discard(version)
 
-    def _resume_engine(self, action: ResumeEngine) -> None:
+    def _resume_engine(self, action: actions.ResumeEngine) -> None:
         require(self.steps.training is None, f"engine {action.engine} is resumed during a step")
         self.fleet.resume(action.engine)
 
-    def _stop(self, action: Stop) -> None:
+    def _stop(self, action: actions.Stop) -> None:
         require(self.limits.num_steps in self.store, "the run stops before its last version is published")
         self.evaluation.stop()
 
@@ -349,48 +304,48 @@ def _siblings(group: GroupId, group_size: int) -> Iterable[RequestId]:
 
 
 _EVENT_HANDLERS: dict[type, Callable[[Checker, Any], None]] = {
-    EngineJoined: Checker._on_joined,
-    EngineLost: lambda checker, event: checker.fleet.on_lost(event),
-    EngineRemoved: lambda checker, event: checker.fleet.on_removed(event),
-    DrainRequested: lambda checker, event: checker.fleet.set_draining(event.engine, True),
-    EnginePaused: lambda checker, event: checker.fleet.on_paused(event.engine),
-    ProgressReported: lambda checker, event: checker.fleet.on_progress(event),
-    RequestFinished: Checker._on_finished,
-    RequestFailed: Checker._on_failed,
-    RequestsAborted: Checker._on_aborted,
-    Migrated: lambda checker, event: checker.fleet.on_migrated(event),
-    MigrationFailed: lambda checker, event: checker.fleet.free_reserved_row(event),
-    GroupScored: Checker._on_scored,
-    ScoringFailed: Checker._on_scored,
-    Trained: Checker._on_trained,
-    Resumed: Checker._on_resumed,
-    Published: Checker._on_published,
-    Loaded: Checker._on_loaded,
-    LoadFailed: lambda checker, event: checker.fleet.on_load_failed(event),
+    events.EngineJoined: Checker._on_joined,
+    events.EngineLost: lambda checker, event: checker.fleet.on_lost(event),
+    events.EngineRemoved: lambda checker, event: checker.fleet.on_removed(event),
+    events.DrainRequested: lambda checker, event: checker.fleet.set_draining(event.engine, True),
+    events.EnginePaused: lambda checker, event: checker.fleet.on_paused(event.engine),
+    events.ProgressReported: lambda checker, event: checker.fleet.on_progress(event),
+    events.RequestFinished: Checker._on_finished,
+    events.RequestFailed: Checker._on_failed,
+    events.RequestsAborted: Checker._on_aborted,
+    events.Migrated: lambda checker, event: checker.fleet.on_migrated(event),
+    events.MigrationFailed: lambda checker, event: checker.fleet.free_reserved_row(event),
+    events.GroupScored: Checker._on_scored,
+    events.ScoringFailed: Checker._on_scored,
+    events.Trained: Checker._on_trained,
+    events.Resumed: Checker._on_resumed,
+    events.Published: Checker._on_published,
+    events.Loaded: Checker._on_loaded,
+    events.LoadFailed: lambda checker, event: checker.fleet.on_load_failed(event),
 }
 _ACTION_HANDLERS: dict[type, Callable[[Checker, Any], None]] = {
-    Admit: Checker._admit,
-    Generate: Checker._generate,
-    Abort: lambda checker, action: checker.fleet.abort(action),
-    Migrate: Checker._migrate,
-    DecodeOnly: Checker._decode_only,
-    PauseEngine: lambda checker, action: checker.fleet.pause(action.engine),
-    ResumeEngine: Checker._resume_engine,
-    RemoveEngine: lambda checker, action: checker.fleet.remove(action.engine),
-    RejectDrain: lambda checker, action: checker.fleet.set_draining(action.engine, False),
-    Score: Checker._score,
-    Filter: Checker._end_untrained,
-    Fail: Checker._end_untrained,
-    Commit: Checker._commit,
-    Train: Checker._train,
-    Drop: Checker._drop,
-    Load: Checker._load,
-    SkipLoad: Checker._skip_load,
-    Retire: Checker._retire,
-    StartEvaluation: lambda checker, action: checker.evaluation.start(action),
-    SkipEvaluation: lambda checker, action: checker.evaluation.skip(action),
-    FinishEvaluation: lambda checker, action: checker.evaluation.finish(action),
-    Stop: Checker._stop,
+    actions.Admit: Checker._admit,
+    actions.Generate: Checker._generate,
+    actions.Abort: lambda checker, action: checker.fleet.abort(action),
+    actions.Migrate: Checker._migrate,
+    actions.DecodeOnly: Checker._decode_only,
+    actions.PauseEngine: lambda checker, action: checker.fleet.pause(action.engine),
+    actions.ResumeEngine: Checker._resume_engine,
+    actions.RemoveEngine: lambda checker, action: checker.fleet.remove(action.engine),
+    actions.RejectDrain: lambda checker, action: checker.fleet.set_draining(action.engine, False),
+    actions.Score: Checker._score,
+    actions.Filter: Checker._end_untrained,
+    actions.Fail: Checker._end_untrained,
+    actions.Commit: Checker._commit,
+    actions.Train: Checker._train,
+    actions.Drop: Checker._drop,
+    actions.Load: Checker._load,
+    actions.SkipLoad: Checker._skip_load,
+    actions.Retire: Checker._retire,
+    actions.StartEvaluation: lambda checker, action: checker.evaluation.start(action),
+    actions.SkipEvaluation: lambda checker, action: checker.evaluation.skip(action),
+    actions.FinishEvaluation: lambda checker, action: checker.evaluation.finish(action),
+    actions.Stop: Checker._stop,
 }
 
 
@@ -400,13 +355,13 @@ class LoadChecker:
     def __init__(self, limits: Limits, fleet: FleetChecker) -> None:
         self._limits, self._fleet = limits, fleet
         self._newest: int | None = None
-        self._steps: dict[int, Trained] = {}  # the first time since the last crash of the run
+        self._steps: dict[int, events.Trained] = {}  # the first time since the last crash of the run
         self.skipped: dict[int, int] = {}  # engine -> version that it skipped last
 
-    def on_published(self, event: Published) -> None:
+    def on_published(self, event: events.Published) -> None:
         self._newest = event.version
 
-    def on_trained(self, event: Trained) -> None:
+    def on_trained(self, event: events.Trained) -> None:
         self._steps.setdefault(event.step, event)
 
     def on_run_crashed(self) -> None:
@@ -414,7 +369,7 @@ class LoadChecker:
         self._steps.clear()
         self.skipped.clear()
 
-    def load(self, action: Load) -> None:
+    def load(self, action: actions.Load) -> None:
         """Few engines load the newest version at a time; a version that requests wait for needs no turn."""
         engines = self._fleet.engines
         if self._limits.defers_loads and action.version == self._newest:
@@ -422,7 +377,7 @@ class LoadChecker:
             is_turn = len(others) < max(1, len(engines) // ENGINES_PER_LOAD)
             require(is_turn, f"engine {action.engine} loads out of turn, while engines {others} load")
 
-    def skip(self, action: SkipLoad) -> int:
+    def skip(self, action: actions.SkipLoad) -> int:
         """Check a `SkipLoad`; return the version that the engine keeps, which must be close to the newest."""
         engine, version = self._fleet.engines[action.engine], action.version
         require(version == self._newest, f"engine {engine.id} skips version {version}, not the newest")
@@ -457,7 +412,7 @@ class AdaptiveStalenessChecker:
         self._rule = limits.adaptive_staleness
         self._window: list[tuple[float, float, int]] = []  # (1 - ESS, KL, age of the oldest sample)
 
-    def on_trained(self, event: Trained, oldest: int) -> None:
+    def on_trained(self, event: events.Trained, oldest: int) -> None:
         """Update the bound after a step whose oldest sample has this age, in versions."""
         rule = self._rule
         if rule is None or event.ess is None or event.kl is None or event.step < self.next_step:
@@ -500,7 +455,7 @@ class InflightUpdateChecker:
         """Release the version of a request that has ended; `version` is its group's."""
         self._pins[self._versions.pop(request, version)] -= 1
 
-    def on_loaded(self, event: Loaded) -> None:
+    def on_loaded(self, event: events.Loaded) -> None:
         """Running requests of the engine continue with the version."""
         if self._is_on:
             engine = self._fleet.engines[event.engine]
@@ -597,14 +552,14 @@ class EvaluationChecker:
 
     # Actions
 
-    def start(self, action: StartEvaluation) -> None:
+    def start(self, action: actions.StartEvaluation) -> None:
         require(self.version is None, f"versions {self.version} and {action.version} are evaluated at once")
         self._take_due(action.version)
         self.version = action.version
         for known in (self._ended, self._failed, self._done):
             known.clear()
 
-    def skip(self, action: SkipEvaluation) -> None:
+    def skip(self, action: actions.SkipEvaluation) -> None:
         is_running = self.version is not None and self.version == action.running_version
         require(is_running, f"the evaluation of version {action.version} is skipped, and none is running")
         require(action.version != self._num_steps, "the evaluation of the last version is skipped")
@@ -628,7 +583,7 @@ class EvaluationChecker:
         require(is_due, f"held-out prompt {group} is scored twice, or before all its responses have finished")
         self._scoring.add(group)  # a second time after a crash of the run
 
-    def finish(self, action: FinishEvaluation) -> None:
+    def finish(self, action: actions.FinishEvaluation) -> None:
         assert self._rule is not None
         is_done = self.version == action.version and len(self._done) == self._rule.num_prompts
         require(is_done, f"the evaluation of version {action.version} finishes before all prompts are scored")

@@ -11,37 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from dora.core.actions import (
-    Action,
-    Admit,
-    Commit,
-    DecodeOnly,
-    Generate,
-    Load,
-    Migrate,
-    RejectDrain,
-    SkipEvaluation,
-    SkipLoad,
-    StartEvaluation,
-    Train,
-)
+from dora.core import actions, events
 from dora.core.bound import num_admissible
-from dora.core.events import (
-    DrainRequested,
-    EngineJoined,
-    EngineLost,
-    Event,
-    LoadFailed,
-    Migrated,
-    MigrationFailed,
-    ProgressReported,
-    RequestFailed,
-    RequestFinished,
-    Resumed,
-    Trained,
-    TrainerLost,
-    TrainerReplaced,
-)
 from dora.core.staleness import AdaptiveStaleness
 from dora.core.state import State
 from dora.sim.checker import Checker
@@ -133,42 +104,42 @@ class CoverageMarks:
     def __init__(self, checker: Checker) -> None:
         self.counts: Counter[str] = Counter()
         self._checker, self._fleet = checker, checker.fleet
-        self._last_event: Event | None = None
+        self._last_event: events.Event | None = None
         self._migrated: set[object] = set()
         self._lost: set[object] = set()  # requests
         self._failed: set[object] = set()  # requests
         self._bound = checker.limits.max_staleness  # at the last admission
         self._newest_load: dict[int, int] = {}  # engine -> newest version that it was to load
         self._event_handlers: dict[type, Callable[[Any], None]] = {
-            DrainRequested: self._on_drain_requested,
-            EngineJoined: self._on_joined,
-            EngineLost: self._on_lost,
-            LoadFailed: lambda event: self._mark("load: failed"),
-            Migrated: self._on_migrated,
-            MigrationFailed: self._on_migration_failed,
-            ProgressReported: self._on_progress,
-            RequestFinished: self._on_finished,
-            RequestFailed: lambda event: self._failed.add(event.request),
-            Resumed: self._on_resumed,
-            Trained: self._on_trained,
-            TrainerLost: self._on_trainer_lost,
-            TrainerReplaced: self._on_trainer_replaced,
+            events.DrainRequested: self._on_drain_requested,
+            events.EngineJoined: self._on_joined,
+            events.EngineLost: self._on_lost,
+            events.LoadFailed: lambda event: self._mark("load: failed"),
+            events.Migrated: self._on_migrated,
+            events.MigrationFailed: self._on_migration_failed,
+            events.ProgressReported: self._on_progress,
+            events.RequestFinished: self._on_finished,
+            events.RequestFailed: lambda event: self._failed.add(event.request),
+            events.Resumed: self._on_resumed,
+            events.Trained: self._on_trained,
+            events.TrainerLost: self._on_trainer_lost,
+            events.TrainerReplaced: self._on_trainer_replaced,
         }
         self._action_handlers: dict[type, Callable[[Any], None]] = {
-            Admit: self._admit,
-            StartEvaluation: lambda action: self._mark("evaluation: started"),
-            SkipEvaluation: lambda action: self._mark("evaluation: skipped, another is running"),
-            Commit: self._commit,
-            Generate: self._generate,
-            Load: self._load,
-            Migrate: lambda action: self._mark(f"migrate: {action.reason}"),
-            RejectDrain: self._reject_drain,
-            DecodeOnly: self._decode_only,
-            SkipLoad: lambda action: self._mark("skip: an engine skips a version"),
-            Train: self._train,
+            actions.Admit: self._admit,
+            actions.StartEvaluation: lambda action: self._mark("evaluation: started"),
+            actions.SkipEvaluation: lambda action: self._mark("evaluation: skipped, another is running"),
+            actions.Commit: self._commit,
+            actions.Generate: self._generate,
+            actions.Load: self._load,
+            actions.Migrate: lambda action: self._mark(f"migrate: {action.reason}"),
+            actions.RejectDrain: self._reject_drain,
+            actions.DecodeOnly: self._decode_only,
+            actions.SkipLoad: lambda action: self._mark("skip: an engine skips a version"),
+            actions.Train: self._train,
         }
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: events.Event) -> None:
         """Count an event, before the checker follows it."""
         kind = type(event)
         self.counts[kind.__name__] += 1
@@ -176,7 +147,7 @@ class CoverageMarks:
         if (handler := self._event_handlers.get(kind)) is not None:
             handler(event)
 
-    def on_action(self, action: Action) -> None:
+    def on_action(self, action: actions.Action) -> None:
         """Count an action, before the checker checks it."""
         kind = type(action)
         self.counts[kind.__name__] += 1
@@ -202,15 +173,15 @@ class CoverageMarks:
 
     # Events
 
-    def _on_drain_requested(self, event: DrainRequested) -> None:
+    def _on_drain_requested(self, event: events.DrainRequested) -> None:
         if self._fleet.engines[event.engine].running:
             self._mark("drain: requested for an engine with requests")
 
-    def _on_joined(self, event: EngineJoined) -> None:
+    def _on_joined(self, event: events.EngineJoined) -> None:
         if event.replaces is not None:
             self._mark("join: replaces a lost engine")
 
-    def _on_lost(self, event: EngineLost) -> None:
+    def _on_lost(self, event: events.EngineLost) -> None:
         engine = self._fleet.engines[event.engine]
         self._lost.update(engine.running)
         if engine.running:
@@ -218,35 +189,35 @@ class CoverageMarks:
         if engine.is_draining:
             self._mark("lost: an engine that drained")
 
-    def _on_migrated(self, event: Migrated) -> None:
+    def _on_migrated(self, event: events.Migrated) -> None:
         if event.request in self._fleet.aborting:
             self._mark("migration: completed during an abort")
         if event.request in self._migrated:
             self._mark("migration: a request migrates again")
         self._migrated.add(event.request)
 
-    def _on_migration_failed(self, event: MigrationFailed) -> None:
+    def _on_migration_failed(self, event: events.MigrationFailed) -> None:
         if event.reason.endswith("is lost"):
             self._mark("lost: an engine with migrations")
             self._mark("migration: failed, an engine is lost")
         else:
             self._mark(f"migration: failed, {event.reason}")
 
-    def _on_progress(self, event: ProgressReported) -> None:
+    def _on_progress(self, event: events.ProgressReported) -> None:
         if event.kv_usage > self._checker.limits.kv_watermark:
             self._mark("progress: KV usage above the watermark")
 
-    def _on_finished(self, event: RequestFinished) -> None:
+    def _on_finished(self, event: events.RequestFinished) -> None:
         if event.request in self._fleet.aborting:
             self._mark("request: finished before it was aborted")
         if len(event.chunks) > 1:
             self._mark("request: continues with newer versions")
 
-    def _on_trained(self, event: Trained) -> None:
+    def _on_trained(self, event: events.Trained) -> None:
         if event.step < self._checker.adaptive_staleness.next_step:
             self._mark("step: measured before")
 
-    def _on_resumed(self, event: Resumed) -> None:
+    def _on_resumed(self, event: events.Resumed) -> None:
         checker, evaluated = self._checker, self._checker.evaluation.version
         self._newest_load.clear()
         if evaluated is not None and evaluated > event.from_step:
@@ -263,7 +234,7 @@ class CoverageMarks:
                 "resume: with more steps, after the last one" if is_over else "resume: with more steps"
             )
 
-    def _on_trainer_lost(self, event: TrainerLost) -> None:
+    def _on_trainer_lost(self, event: events.TrainerLost) -> None:
         steps = self._checker.steps
         if steps.is_trainer_lost:
             self._mark("trainer: a replacement is lost before it is ready")
@@ -274,12 +245,12 @@ class CoverageMarks:
         if any(engine.loading is not None for engine in self._fleet.engines.values()):
             self._mark("trainer: lost while an engine loads")
 
-    def _on_trainer_replaced(self, event: TrainerReplaced) -> None:
+    def _on_trainer_replaced(self, event: events.TrainerReplaced) -> None:
         self._mark(f"trainer: replaced, with {'steps' if event.redone else 'nothing'} to train again")
 
     # Actions
 
-    def _admit(self, action: Admit) -> None:
+    def _admit(self, action: actions.Admit) -> None:
         checker, bound = self._checker, self._checker.adaptive_staleness.bound
         if action.version < max(checker.store):
             self._mark("admit: at an older version that engines hold")
@@ -291,12 +262,12 @@ class CoverageMarks:
             self._mark("admit: adaptive staleness raised the bound again")
         self._bound = bound
 
-    def _commit(self, action: Commit) -> None:
+    def _commit(self, action: actions.Commit) -> None:
         deadline = self._checker.groups.deadlines[action.group]
         if any(count and earlier < deadline for earlier, count in self._checker.num_open.items()):
             self._mark("commit: passes a straggler")
 
-    def _generate(self, action: Generate) -> None:
+    def _generate(self, action: actions.Generate) -> None:
         engine = self._fleet.engines[action.engine]
         if any(count and version != action.version for version, count in engine.num_rows_of.items()):
             self._mark("generate: two versions on an engine")
@@ -314,7 +285,7 @@ class CoverageMarks:
         if first.sibling and first not in self._lost:
             self._mark("generate: siblings on two engines")
 
-    def _generate_held_out(self, action: Generate) -> None:
+    def _generate_held_out(self, action: actions.Generate) -> None:
         checker = self._checker
         if not self._lost.isdisjoint(action.requests):
             self._mark("evaluation: generates a response again after a loss")
@@ -326,7 +297,7 @@ class CoverageMarks:
             is_last = action.version == checker.limits.num_steps
             self._mark(f"evaluation: {'of the last version' if is_last else 'continues after the last step'}")
 
-    def _load(self, action: Load) -> None:
+    def _load(self, action: actions.Load) -> None:
         checker, version = self._checker, action.version
         is_held = self._fleet.num_holders(version) > 0
         if checker.pins[version] and not is_held:
@@ -340,14 +311,14 @@ class CoverageMarks:
             self._mark("load: leaves out a version")
         self._newest_load[action.engine] = max(version, newest)
 
-    def _reject_drain(self, action: RejectDrain) -> None:
-        is_new = isinstance(self._last_event, DrainRequested)
+    def _reject_drain(self, action: actions.RejectDrain) -> None:
+        is_new = isinstance(self._last_event, events.DrainRequested)
         self._mark(f"drain: rejected, {'no other engine stays' if is_new else 'all other engines were lost'}")
 
-    def _decode_only(self, action: DecodeOnly) -> None:
+    def _decode_only(self, action: actions.DecodeOnly) -> None:
         self._mark(f"decode only: {'started' if action.requests else 'ended'}")
 
-    def _train(self, action: Train) -> None:
+    def _train(self, action: actions.Train) -> None:
         checker = self._checker
         if checker.steps.is_failed:
             self._mark("train: again after a failure")

@@ -9,6 +9,10 @@ from typing import Any, Generic, TypeVar
 ResultT = TypeVar("ResultT")
 
 
+class Deadlock(Exception):
+    """The run is not done, and nothing is scheduled any more."""
+
+
 class EventQueue(Generic[ResultT]):
     """Callbacks by virtual time (s); those of one time in the order in which they were scheduled.
 
@@ -35,7 +39,9 @@ class EventQueue(Generic[ResultT]):
         return self._heap[0][0] if self._heap else None
 
     def run_next(self) -> ResultT:
-        """Advance `now` to the next callback and return its result. Raises IndexError if there is none."""
+        """Advance `now` to the next callback and return its result. Raises Deadlock if there is none."""
+        if not self._heap:
+            raise Deadlock("nothing is scheduled, and the run is not done")
         self.now, _, callback, args = heapq.heappop(self._heap)
         return callback(*args)
 

@@ -10,19 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from dora.audit.versions import VersionAudit
-from dora.core.actions import Abort, DecodeOnly, Drop, Generate, Load, Migrate
-from dora.core.events import (
-    EngineJoined,
-    EngineLost,
-    EngineRemoved,
-    Event,
-    Loaded,
-    LoadFailed,
-    Migrated,
-    MigrationFailed,
-    ProgressReported,
-    TimerFired,
-)
+from dora.core import actions, events
 from dora.core.types import RequestId
 from dora.sim.ground_truth import GroundTruth, Violation, require
 
@@ -79,16 +67,16 @@ class FleetChecker:
 
     # Events
 
-    def before_event(self, event: Event) -> None:
+    def before_event(self, event: events.Event) -> None:
         """Check that the actions after the previous event were complete."""
-        if type(event) not in (ProgressReported, TimerFired):
+        if type(event) not in (events.ProgressReported, events.TimerFired):
             self._num_changes += 1
         if self._aborted_too_late:
             raise Violation(
                 f"{[*self._aborted_too_late]} migrated during their abort and are not aborted again"
             )
 
-    def on_joined(self, event: EngineJoined) -> None:
+    def on_joined(self, event: events.EngineJoined) -> None:
         is_paused = event.is_colocated  # until the trainer leaves the device to it
         self.engines[event.engine] = CheckedEngine(
             event.engine,
@@ -100,14 +88,14 @@ class FleetChecker:
             is_paused=is_paused,
         )
 
-    def on_lost(self, event: EngineLost) -> None:
+    def on_lost(self, event: events.EngineLost) -> None:
         engine = self.engines.pop(event.engine)
         self.started -= engine.running.keys()
         self.aborting -= engine.running.keys()
         for request in engine.running:
             self._num_tokens.pop(request, None)
 
-    def on_removed(self, event: EngineRemoved) -> None:
+    def on_removed(self, event: events.EngineRemoved) -> None:
         engine = self.engines.pop(event.engine)
         require(engine.is_removed, f"engine {engine.id} left without RemoveEngine")
 
@@ -118,14 +106,14 @@ class FleetChecker:
         for ids in (self.aborting, self.started, self._aborted_too_late):
             ids.clear()
 
-    def on_loaded(self, event: Loaded) -> None:
+    def on_loaded(self, event: events.Loaded) -> None:
         engine = self.engines[event.engine]
         is_expected = engine.loading == event.version
         require(is_expected, f"engine {engine.id} loaded version {event.version} instead of {engine.loading}")
         engine.loading = None
         engine.num_own_loads += 1
 
-    def on_load_failed(self, event: LoadFailed) -> None:
+    def on_load_failed(self, event: events.LoadFailed) -> None:
         self.engines[event.engine].loading = None
 
     def set_draining(self, engine: int, is_draining: bool) -> None:
@@ -135,7 +123,7 @@ class FleetChecker:
         engine = self.engines[engine_id]
         engine.is_pausing, engine.is_paused = False, True
 
-    def on_progress(self, event: ProgressReported) -> None:
+    def on_progress(self, event: events.ProgressReported) -> None:
         running = self.engines[event.engine].running
         self._num_tokens.update((request, num) for request, num in event.lengths if request in running)
 
@@ -146,7 +134,7 @@ class FleetChecker:
         self.aborting.discard(request)
         self._num_tokens.pop(request, None)
 
-    def on_migrated(self, event: Migrated) -> None:
+    def on_migrated(self, event: events.Migrated) -> None:
         request, num_tokens = event.request, self._num_tokens.get(event.request, 0)
         is_whole = event.num_tokens >= num_tokens
         require(is_whole, f"{request} migrated with {event.num_tokens} of its {num_tokens} tokens")
@@ -158,14 +146,14 @@ class FleetChecker:
         if request in self.aborting:
             self._aborted_too_late.add(request)
 
-    def free_reserved_row(self, event: Migrated | MigrationFailed) -> None:
+    def free_reserved_row(self, event: events.Migrated | events.MigrationFailed) -> None:
         """The migration has ended."""
         destination = self.engines[event.destination]
         destination.num_rows_of[destination.incoming.pop(event.request)] -= 1
 
     # Actions
 
-    def generate(self, action: Generate) -> None:
+    def generate(self, action: actions.Generate) -> None:
         engine, version = self._receiving(action.engine), action.version
         for request in action.requests:
             if request in self.started:
@@ -175,7 +163,7 @@ class FleetChecker:
         engine.num_rows_of[version] += len(action.requests)
         self._check_rows(engine, engine.num_queued)
 
-    def migrate(self, action: Migrate) -> None:
+    def migrate(self, action: actions.Migrate) -> None:
         request, version = action.request, action.version
         destination = self._receiving(action.destination)
         require(action.source != destination.id, f"{request} migrates to engine {destination.id}, its owner")
@@ -184,18 +172,18 @@ class FleetChecker:
         destination.num_rows_of[version] += 1
         self._check_rows(destination)
 
-    def abort(self, action: Abort) -> None:
+    def abort(self, action: actions.Abort) -> None:
         for request in action.requests:
             is_owner = self.versions.owners.get(request) == action.engine
             require(is_owner, f"engine {action.engine} aborts {request}, which it does not run")
             self.aborting.add(request)
             self._aborted_too_late.discard(request)
 
-    def decode_only(self, action: DecodeOnly) -> None:
+    def decode_only(self, action: actions.DecodeOnly) -> None:
         unknown = {*action.requests} - self._active(action.engine).running.keys()
         require(not unknown, f"engine {action.engine} decodes only {unknown}, which it does not run")
 
-    def drop(self, action: Drop, is_pinned: bool) -> None:
+    def drop(self, action: actions.Drop, is_pinned: bool) -> None:
         """Check a `Drop`; of a pinned version one engine must keep a copy."""
         engine, version = self._active(action.engine), action.version
         is_unused = not engine.num_rows_of[version]
@@ -204,7 +192,7 @@ class FleetChecker:
         require(has_copy or not is_pinned, f"engine {engine.id} drops the last copy of version {version}")
         engine.dropped_at[version] = self._num_changes - engine.num_own_loads
 
-    def load(self, action: Load, is_evaluated: bool) -> None:
+    def load(self, action: actions.Load, is_evaluated: bool) -> None:
         """Check a `Load`. Only a version under evaluation may be loaded again if no event has changed the
         fleet since its drop.
         """

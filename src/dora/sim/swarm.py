@@ -17,9 +17,10 @@ from dora.core.state import State
 from dora.core.types import BatchMember, ProtocolError
 from dora.sim.checker import Checker
 from dora.sim.coverage import CoverageMarks
+from dora.sim.event_queue import Deadlock
 from dora.sim.ground_truth import Violation
 from dora.sim.random_config import WorldConfig, draw_world_config
-from dora.sim.world import MAX_REDONE_STEPS, Deadlock, World
+from dora.sim.world import MAX_REDONE_STEPS, World
 
 MAX_EVENTS = 20_000  # maximum events of a world; a run with more makes no progress
 MAX_RUN_CRASHES = 4  # in a world
@@ -95,12 +96,6 @@ def run_world(seed: int, config: WorldConfig | None = None) -> WorldOutcome:
     run.outcome.max_staleness = run.checker.max_staleness
     run.outcome.coverage = run.marks.counts
     return run.outcome
-
-
-def replays_equally(outcome: WorldOutcome, orchestrator: Orchestrator) -> bool:
-    """Whether a new orchestrator, which never crashes, gives the same actions for the recorded events."""
-    orchestrator.start(0.0)
-    return all(orchestrator.handle(event, now) == actions for now, event, actions in outcome.record)
 
 
 class _SimulatedRun:

@@ -11,49 +11,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from dora.core.actions import (
-    Abort,
-    Action,
-    DecodeOnly,
-    Drop,
-    FetchPrompts,
-    Generate,
-    Load,
-    Migrate,
-    PauseEngine,
-    Publish,
-    RemoveEngine,
-    ReportDigest,
-    ResumeEngine,
-    Score,
-    Train,
-)
-from dora.core.events import (
-    DigestReported,
-    DrainRequested,
-    EngineJoined,
-    EngineLost,
-    EnginePaused,
-    EngineRemoved,
-    Event,
-    GroupScored,
-    Loaded,
-    LoadFailed,
-    Migrated,
-    MigrationFailed,
-    OutputsLost,
-    ProgressReported,
-    PromptsFetched,
-    Published,
-    RequestFailed,
-    RequestFinished,
-    RequestsAborted,
-    ScoringFailed,
-    StepFailed,
-    Trained,
-    TrainerLost,
-    TrainerReplaced,
-)
+from dora.core import actions, events
 from dora.core.types import Chunk, GroupId, RequestId
 from dora.sim.event_queue import EventQueue
 from dora.sim.ground_truth import GroundTruth, MigrationStage, SimEngine, SimMigration, SimRequest, Violation
@@ -63,11 +21,7 @@ KV_BYTES_PER_TOKEN = 1024
 MAX_REDONE_STEPS = 3  # between two checkpoints of the trainer
 
 
-class Deadlock(Exception):
-    """The run is not done, and no event is scheduled any more."""
-
-
-class World(EventQueue[Event | None]):
+class World(EventQueue[events.Event | None]):
     """Executes actions and returns events, like the executor of a real run."""
 
     def __init__(self, config: WorldConfig, seed: int) -> None:
@@ -77,7 +31,7 @@ class World(EventQueue[Event | None]):
         self.faults = FaultDraw(self.rng)
         self.drift = PolicyDrift(config.limits.adaptive_staleness, Random(f"drift {seed}"))
         self.truth = GroundTruth()
-        self.urgent_events: deque[Event] = deque()  # returned before everything that is scheduled
+        self.urgent_events: deque[events.Event] = deque()  # returned before everything that is scheduled
         self.migrations = SimMigrations(self)
         self.rollout = SimRollout(self)
         self.digests: dict[int, str] = {}  # of the published versions
@@ -86,20 +40,20 @@ class World(EventQueue[Event | None]):
         self._next_engine_id = 0
         self._trainer = SimTrainer(self, seed)
         self._handlers: dict[type, Callable[[Any], None]] = {
-            FetchPrompts: self._fetch_prompts,
-            Migrate: self.migrations.start,
-            Score: self._score,
-            Train: self._trainer.train,
-            Publish: self._trainer.publish,
-            ReportDigest: self._trainer.publish,
+            actions.FetchPrompts: self._fetch_prompts,
+            actions.Migrate: self.migrations.start,
+            actions.Score: self._score,
+            actions.Train: self._trainer.train,
+            actions.Publish: self._trainer.publish,
+            actions.ReportDigest: self._trainer.publish,
         }
         self._start_engines()
 
-    def execute(self, action: Action) -> None:
+    def execute(self, action: actions.Action) -> None:
         """Start an action. Those that no worker executes (`Admit`, `Commit`, ...) do nothing."""
         self._handlers.get(type(action), self.rollout.execute)(action)
 
-    def next_event(self, until: float | None) -> Event | None:
+    def next_event(self, until: float | None) -> events.Event | None:
         """The next event, or None once `now` has reached `until`. Raises Deadlock if nothing is scheduled."""
         while not self.urgent_events:
             next_s = self.next_s
@@ -108,8 +62,6 @@ class World(EventQueue[Event | None]):
                 return None
             if next_s is None and not self.faults.is_healed:
                 self.heal()
-            if self.next_s is None:
-                raise Deadlock("nothing is scheduled, and the run is not done")
             if (event := self.run_next()) is not None:
                 return event
         return self.urgent_events.popleft()
@@ -135,26 +87,26 @@ class World(EventQueue[Event | None]):
 
     # Dataset and rewards
 
-    def _report(self, delay_s: float, event: Event) -> None:
+    def _report(self, delay_s: float, event: events.Event) -> None:
         self.schedule(delay_s, lambda: event)
 
-    def _fetch_prompts(self, action: FetchPrompts) -> None:
+    def _fetch_prompts(self, action: actions.FetchPrompts) -> None:
         first, size = self._dataset_index, self.config.num_prompts
         groups = tuple(GroupId(*divmod(first + k, size)) for k in range(action.count))
-        self._report(0.001, PromptsFetched(first, groups))
+        self._report(0.001, events.PromptsFetched(first, groups))
         self._dataset_index += action.count
 
-    def _score(self, action: Score) -> None:
+    def _score(self, action: actions.Score) -> None:
         delay_s = self.config.reward_s * self.rng.expovariate(1.0)
         if self.faults.fails(self.config.scoring_failure_rate):
-            return self._report(delay_s, ScoringFailed(action.group, "simulated scoring failure"))
+            return self._report(delay_s, events.ScoringFailed(action.group, "simulated scoring failure"))
         is_equal = self.rng.random() < self.config.equal_reward_rate
         limits = self.config.limits
         size = limits.group_size
         if action.group.is_held_out and limits.evaluation is not None:
             size = limits.evaluation.num_answers
         rewards = tuple(1.0 if is_equal else float(k % 2) for k in range(size))
-        self._report(delay_s, GroupScored(action.group, rewards))
+        self._report(delay_s, events.GroupScored(action.group, rewards))
 
     # Engines join, crash and drain
 
@@ -170,7 +122,7 @@ class World(EventQueue[Event | None]):
         self._num_joining += 1
         self.schedule(delay_s, self._join, index, replaces)
 
-    def _join(self, index: int, replaces: int | None) -> Event:
+    def _join(self, index: int, replaces: int | None) -> events.Event:
         """Start an engine with a new id. It names the engine that it replaces if that was reported lost."""
         config, engine_id = self.config, self._next_engine_id
         self._num_joining -= 1
@@ -190,9 +142,11 @@ class World(EventQueue[Event | None]):
         )
         self.truth.engines[engine_id] = engine
         is_loss_unreported = replaces in self.truth.engines
-        return EngineJoined(engine_id, rows, slots, is_colocated, None if is_loss_unreported else replaces)
+        return events.EngineJoined(
+            engine_id, rows, slots, is_colocated, None if is_loss_unreported else replaces
+        )
 
-    def _schedule_fault(self, interval_s: float | None, callback: Callable[[], Event | None]) -> None:
+    def _schedule_fault(self, interval_s: float | None, callback: Callable[[], events.Event | None]) -> None:
         if interval_s is not None and not self.faults.is_healed:
             self.schedule(self.rng.expovariate(1.0 / interval_s), callback)
 
@@ -228,12 +182,12 @@ class World(EventQueue[Event | None]):
     def _detect_loss(self, engine: SimEngine, kept_tokens: tuple[tuple[RequestId, int], ...]) -> None:
         """Report the outcomes of its migrations first, then the loss of the engine and of some tokens."""
         self.urgent_events.extend(self.migrations.end_all(engine))
-        self.urgent_events.append(EngineLost(engine.id, "simulated loss", kept_tokens))
+        self.urgent_events.append(events.EngineLost(engine.id, "simulated loss", kept_tokens))
         if kept_tokens:
-            self.urgent_events.append(OutputsLost(tuple(request for request, _ in kept_tokens[::2])))
+            self.urgent_events.append(events.OutputsLost(tuple(request for request, _ in kept_tokens[::2])))
         del self.truth.engines[engine.id]
 
-    def _request_drain(self) -> Event | None:
+    def _request_drain(self) -> events.Event | None:
         self._schedule_fault(self.config.faults.drain_interval_s, self._request_drain)
         working = self._working_engines()
         if self.faults.is_healed or not working:
@@ -241,7 +195,7 @@ class World(EventQueue[Event | None]):
         engine = self.rng.choice(working)
         if self.rng.random() < self.config.faults.engine_restart_rate:
             self._schedule_join(engine.index, self.faults.delay_s(self.config.engine_restart_s))
-        return DrainRequested(engine.id)
+        return events.DrainRequested(engine.id)
 
 
 class SimRollout:
@@ -251,14 +205,14 @@ class SimRollout:
         self._world = world
         self._lengths = RequestLengths(world.config, world.rng)
         self._handlers: dict[type, Callable[[SimEngine, Any], None]] = {
-            Generate: self._generate,
-            Abort: self._abort,
-            DecodeOnly: self._decode_only,
-            PauseEngine: self._pause,
-            ResumeEngine: self._resume,
-            RemoveEngine: self._remove,
-            Load: self._load,
-            Drop: self._drop,
+            actions.Generate: self._generate,
+            actions.Abort: self._abort,
+            actions.DecodeOnly: self._decode_only,
+            actions.PauseEngine: self._pause,
+            actions.ResumeEngine: self._resume,
+            actions.RemoveEngine: self._remove,
+            actions.Load: self._load,
+            actions.Drop: self._drop,
         }
 
     def execute(self, action: Any) -> None:
@@ -296,7 +250,7 @@ class SimRollout:
             engine.is_reporting = True
             self._world.schedule(self._world.config.report_interval_s, self._report_progress, engine)
 
-    def _generate(self, engine: SimEngine, action: Generate) -> None:
+    def _generate(self, engine: SimEngine, action: actions.Generate) -> None:
         world = self._world
         for request_id in action.requests:
             version = self._version_of(engine, request_id, action.version)
@@ -318,16 +272,18 @@ class SimRollout:
             return version
         return max(version, *engine.held)
 
-    def _finish(self, request: SimRequest, finish_id: int) -> Event | None:
+    def _finish(self, request: SimRequest, finish_id: int) -> events.Event | None:
         if request.finish_id != finish_id or request.is_over:
             return None
         self._release(request)
         chunks = tuple(
             Chunk(version, self._world.digest_of(version), num) for version, num in request.chunks()
         )
-        return RequestFinished(request.engine.id, request.id, request.version, request.length, chunks, "stop")
+        return events.RequestFinished(
+            request.engine.id, request.id, request.version, request.length, chunks, "stop"
+        )
 
-    def _refuse(self, request: SimRequest) -> Event | None:
+    def _refuse(self, request: SimRequest) -> events.Event | None:
         if request.is_over:
             return None
         if self._world.now < request.report_after_s:
@@ -335,7 +291,7 @@ class SimRollout:
             return None
         self._release(request)
         cause = "environment" if request.length % 2 else "engine"
-        return RequestFailed(request.engine.id, request.id, "failed in the simulation", cause)
+        return events.RequestFailed(request.engine.id, request.id, "failed in the simulation", cause)
 
     def _release(self, request: SimRequest, reason: str = "the request finished first") -> None:
         """Free the row; a running migration of the request has failed."""
@@ -345,12 +301,12 @@ class SimRollout:
             self._world.migrations.fail(migration, reason, self._world.faults.delay_s(0.001))
         self.start_queued(request.engine)
 
-    def _abort(self, engine: SimEngine, action: Abort) -> None:
+    def _abort(self, engine: SimEngine, action: actions.Abort) -> None:
         world = self._world
         delay_s = world.faults.delay_s(max(0.005, 2 * world.config.kv_stop_s))  # often after a migration
         world.schedule(delay_s, self._aborted, engine, action.requests)
 
-    def _aborted(self, engine: SimEngine, requests: tuple[RequestId, ...]) -> Event | None:
+    def _aborted(self, engine: SimEngine, requests: tuple[RequestId, ...]) -> events.Event | None:
         """Requests that have finished or migrated meanwhile are not aborted."""
         if engine.is_lost:
             return None
@@ -360,27 +316,27 @@ class SimRollout:
             request.advance(self._world.now)
             self._release(request, "the request was aborted")
         num_tokens = sum(int(request.num_tokens) for request in aborted)
-        return RequestsAborted(engine.id, tuple(request.id for request in aborted), num_tokens)
+        return events.RequestsAborted(engine.id, tuple(request.id for request in aborted), num_tokens)
 
-    def _decode_only(self, engine: SimEngine, action: DecodeOnly) -> None:
+    def _decode_only(self, engine: SimEngine, action: actions.DecodeOnly) -> None:
         engine.decode_only = frozenset(action.requests)
         self._update_rates(engine)
 
-    def _pause(self, engine: SimEngine, action: PauseEngine) -> None:
+    def _pause(self, engine: SimEngine, action: actions.PauseEngine) -> None:
         engine.is_pausing = True
         delay_s = self._world.faults.delay_s(self._world.config.pause_s)
         self._world.schedule(delay_s, self._paused, engine)
 
-    def _paused(self, engine: SimEngine) -> Event | None:
+    def _paused(self, engine: SimEngine) -> events.Event | None:
         if engine.is_lost:
             return None
         engine.is_pausing = False
         engine.is_paused = not engine.resumes_after_pause
         engine.resumes_after_pause = False
         self._update_rates(engine)
-        return EnginePaused(engine.id)
+        return events.EnginePaused(engine.id)
 
-    def _resume(self, engine: SimEngine, action: ResumeEngine) -> None:
+    def _resume(self, engine: SimEngine, action: actions.ResumeEngine) -> None:
         if engine.is_pausing:
             engine.resumes_after_pause = True
             return
@@ -391,42 +347,42 @@ class SimRollout:
         for request in engine.requests.values():
             self.update_rate(request)
 
-    def _remove(self, engine: SimEngine, action: RemoveEngine) -> None:
+    def _remove(self, engine: SimEngine, action: actions.RemoveEngine) -> None:
         self._world.truth.check_removal(engine)
         engine.is_leaving = True
         self._world.schedule(self._world.faults.delay_s(0.01), self._removed, engine)
 
-    def _removed(self, engine: SimEngine) -> Event:
+    def _removed(self, engine: SimEngine) -> events.Event:
         engine.is_lost = True
         del self._world.truth.engines[engine.id]
-        return EngineRemoved(engine.id)
+        return events.EngineRemoved(engine.id)
 
-    def _load(self, engine: SimEngine, action: Load) -> None:
+    def _load(self, engine: SimEngine, action: actions.Load) -> None:
         world = self._world
         world.truth.check_load(engine)
         engine.loading = action.version
         load_s = world.faults.delay_s(world.config.load_s, world.config.faults.slow_load_rate)
         world.schedule(load_s, self._loaded, engine, action.version)
 
-    def _loaded(self, engine: SimEngine, version: int) -> Event | None:
+    def _loaded(self, engine: SimEngine, version: int) -> events.Event | None:
         if engine.is_lost:
             return None
         engine.loading = None
         if self._world.faults.fails(self._world.config.faults.load_failure_rate):
-            return LoadFailed(engine.id, version, "simulated load failure")
+            return events.LoadFailed(engine.id, version, "simulated load failure")
         engine.held.add(version)
         for request in engine.requests.values():
             newest = self._version_of(engine, request.id, request.version)
             if newest > request.version:
                 request.switch_version(newest, self._world.now)
                 self.update_rate(request)
-        return Loaded(engine.id, version, self._world.digest_of(version))
+        return events.Loaded(engine.id, version, self._world.digest_of(version))
 
-    def _drop(self, engine: SimEngine, action: Drop) -> None:
+    def _drop(self, engine: SimEngine, action: actions.Drop) -> None:
         self._world.truth.check_drop(engine, action.version)
         engine.held.discard(action.version)
 
-    def _report_progress(self, engine: SimEngine) -> Event | None:
+    def _report_progress(self, engine: SimEngine) -> events.Event | None:
         """Report the lengths of all requests, and a last time of those that have migrated."""
         if engine.is_lost or not engine.requests:
             engine.is_reporting = False
@@ -443,7 +399,7 @@ class SimRollout:
         num_tokens = sum(int(request.num_tokens) for request in known)
         kv_usage = min(1.0, num_tokens / kv_capacity) if kv_capacity else 0.0
         rate = max((request.tokens_per_s for request in known), default=0.0)
-        return ProgressReported(engine.id, tuple(lengths), rate, kv_usage)
+        return events.ProgressReported(engine.id, tuple(lengths), rate, kv_usage)
 
 
 class SimMigrations:
@@ -457,11 +413,11 @@ class SimMigrations:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def start(self, action: Migrate) -> None:
+    def start(self, action: actions.Migrate) -> None:
         world, truth = self._world, self._world.truth
         source, destination = truth.engines.get(action.source), truth.engines.get(action.destination)
         if source is None or destination is None or source.is_lost or destination.is_lost:
-            failed = MigrationFailed(
+            failed = events.MigrationFailed(
                 action.request, action.source, action.destination, "one of its engines is lost"
             )
             world.urgent_events.appendleft(failed)  # before the loss, which may be the next event
@@ -488,7 +444,7 @@ class SimMigrations:
         self._world.rollout.start_queued(migration.destination)
         self._world.schedule(report_delay_s, self._report, migration)
 
-    def end_all(self, engine: SimEngine) -> list[Event]:
+    def end_all(self, engine: SimEngine) -> list[events.Event]:
         """The outcomes of all migrations of a lost engine; those that are active have failed."""
         outcomes = []
         for migration in list(engine.migrations.values()):
@@ -543,7 +499,7 @@ class SimMigrations:
         migration.request.migration = None
         del migration.destination.incoming[migration.request.id]
 
-    def _report(self, migration: SimMigration) -> Event | None:
+    def _report(self, migration: SimMigration) -> events.Event | None:
         """The outcome, once."""
         if migration.is_reported:
             return None
@@ -551,11 +507,11 @@ class SimMigrations:
         request, source, destination = migration.request.id, migration.source, migration.destination
         del source.migrations[request], destination.migrations[request]
         if migration.stage is MigrationStage.FAILED:
-            return MigrationFailed(request, source.id, destination.id, migration.reason)
+            return events.MigrationFailed(request, source.id, destination.id, migration.reason)
         num_tokens = migration.num_tokens
         num_bytes = num_tokens * KV_BYTES_PER_TOKEN
         copy_s, stop_s = migration.copy_s, migration.stop_s
-        return Migrated(request, source.id, destination.id, num_tokens, num_bytes, copy_s, stop_s)
+        return events.Migrated(request, source.id, destination.id, num_tokens, num_bytes, copy_s, stop_s)
 
 
 class SimTrainer:
@@ -583,7 +539,7 @@ class SimTrainer:
         self._num_trained = self._max_trained = self._checkpoint = from_step
         self._schedule_loss()
 
-    def train(self, action: Train) -> None:
+    def train(self, action: actions.Train) -> None:
         world, slow_rate = self._world, self._world.config.faults.slow_step_rate
         world.truth.is_training = True
         world.truth.check_device()
@@ -592,63 +548,63 @@ class SimTrainer:
         step_s = world.faults.delay_s(world.config.step_s, slow_rate)
         world.schedule(step_s, self._trained, action.step, self._attempt)
 
-    def publish(self, action: Publish | ReportDigest) -> None:
+    def publish(self, action: actions.Publish | actions.ReportDigest) -> None:
         self._world.schedule(0.001, self._published, action, self._attempt)
 
-    def _trained(self, step: int, attempt: int) -> Event | None:
+    def _trained(self, step: int, attempt: int) -> events.Event | None:
         world = self._world
         if attempt != self._attempt:
             return None
         world.truth.is_training = False
         if world.faults.fails(world.config.faults.step_failure_rate):
-            return StepFailed(step, "simulated step failure")
+            return events.StepFailed(step, "simulated step failure")
         self._num_trained = step + 1
         self._max_trained = max(self._max_trained, self._num_trained)
         kls = draw_kls(self._kl_rng, step, world.config.limits.max_staleness)
-        return Trained(step, *world.drift.draw(), kls)
+        return events.Trained(step, *world.drift.draw(), kls)
 
-    def _published(self, action: Publish | ReportDigest, attempt: int) -> Event | None:
+    def _published(self, action: actions.Publish | actions.ReportDigest, attempt: int) -> events.Event | None:
         if attempt != self._attempt:
             return None
         version = action.version
-        if isinstance(action, Publish):
+        if isinstance(action, actions.Publish):
             self._world.digests[version] = self._digests.setdefault(version, digest_of(version))
-            return Published(version, self._digests[version])
+            return events.Published(version, self._digests[version])
         if version > self._checkpoint:  # only the version of the checkpoint has the same bytes again
             self._digests[version] = f"{digest_of(version)} again"
-        return DigestReported(version, self._digests[version])
+        return events.DigestReported(version, self._digests[version])
 
     def _schedule_loss(self) -> None:
         interval_s = self._world.config.faults.trainer_loss_interval_s
         if interval_s is not None and not self._world.faults.is_healed:
             self._world.schedule(self._rng.expovariate(1.0 / interval_s), self._lose, self._attempt)
 
-    def _lose(self, attempt: int) -> Event | None:
+    def _lose(self, attempt: int) -> events.Event | None:
         world = self._world
         if attempt != self._attempt or world.faults.is_healed:
             return None
         self._attempt += 1
         world.truth.is_training = False
         self._schedule_replacement(self._rng)
-        return TrainerLost("simulated loss")
+        return events.TrainerLost("simulated loss")
 
     def _schedule_replacement(self, rng: Random) -> None:
         restart_s = rng.uniform(0.0, 2.0) * self._world.config.engine_restart_s
         self._world.schedule(restart_s, self._replace, self._attempt)
 
-    def _replace(self, attempt: int) -> Event | None:
+    def _replace(self, attempt: int) -> events.Event | None:
         """Start from a checkpoint that is no older than the previous one."""
         if attempt != self._attempt:
             return None
         failure_rate = self._world.config.faults.trainer_start_failure_rate
         if not self._world.faults.is_healed and self._start_rng.random() < failure_rate:
             self._schedule_replacement(self._start_rng)
-            return TrainerLost("simulated loss of a replacement")
+            return events.TrainerLost("simulated loss of a replacement")
         first = min(self._num_trained, max(self._checkpoint, self._max_trained - MAX_REDONE_STEPS))
         from_step = self._checkpoint = self._rng.randint(first, self._num_trained)
         self._num_trained = from_step
         self._schedule_loss()
-        return TrainerReplaced(from_step, tuple(self._batches[from_step : self._max_trained]))
+        return events.TrainerReplaced(from_step, tuple(self._batches[from_step : self._max_trained]))
 
 
 def digest_of(version: int) -> str:
