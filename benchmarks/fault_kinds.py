@@ -178,7 +178,8 @@ def reward_workers(run: LiveRun) -> list[Worker]:
 
 
 def are_reward_workers_ready(run: LiveRun) -> bool:
-    return run.executor.rewards.are_ready
+    states = run.executor.rewards.worker_states()
+    return sum(state.is_ready for state in states) == run.setup.config.num_reward_workers
 
 
 def _is_replaced(worker: Worker, run: LiveRun) -> bool:

@@ -20,6 +20,15 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def plain_task(tmp_path: Path) -> Path:
+    """The tiny task without settings of DORA's own engine."""
+    path = write_task(tmp_path)
+    text = path.read_text().replace('kernels = "eager"\n', "").replace('min_step_time = "10ms"\n', "")
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
 def start_run(task: Path, tmp_path: Path) -> Iterator[StartRun]:
     """Starts a run of the tiny task, or of `config`, in `tmp_path/run`; kills it at the end of the test."""
     runs: list[Run] = []

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from tests.contract.test_engine_contract import EXAMPLES
-from tests.runtime.running import Run, dora, journal, metrics, summary
+from tests.runs.conftest import StartRun
+from tests.runtime.running import dora, journal, metrics, summary
 from tests.runtime.tiny import write_task
 
 ENGINE = f"{EXAMPLES / 'transformers_engine.py'}:Transformers"
@@ -37,48 +38,31 @@ class PrivateKV(Engine):
 """
 
 
-@pytest.fixture
-def task(tmp_path: Path) -> Path:
-    """The tiny task without settings of DORA's own engine."""
-    path = write_task(tmp_path)
-    text = path.read_text().replace('kernels = "eager"\n', "").replace('min_step_time = "10ms"\n', "")
-    path.write_text(text)
-    return path
-
-
-def test_the_guarantees_hold_with_other_backends_when_an_engine_crashes(task: Path) -> None:
-    out = task.parent / "run"
-    held_out = task.parent / "prompts.jsonl"
-    run = Run(
-        task,
-        out,
-        run__steps=6,
-        eval__path=held_out,
-        engine__backend=ENGINE,
-        trainer__backend=TRAINER,
-        **FITTING,
-    )
-    try:
-        run.wait_for_steps(2)
-        run.workers()[0].kill()
-        ended = run.end()
-    finally:
-        run.kill_all()
+def test_the_guarantees_hold_with_other_backends_when_an_engine_crashes(
+    plain_task: Path, start_run: StartRun
+) -> None:
+    backends = {"engine__backend": ENGINE, "trainer__backend": TRAINER}
+    held_out = plain_task.parent / "prompts.jsonl"
+    run = start_run(plain_task, run__steps=6, eval__path=held_out, **backends, **FITTING)
+    run.wait_for_steps(2)
+    run.workers()[0].kill()
+    ended = run.end()
     assert ended.code == 0, ended.err
-    audit = dora("audit", out, "--deep", "4")
+    audit = dora("audit", run.out, "--deep", "4")
     assert audit.code == 0, audit.out
-    assert len(metrics(out)) == 6
+    assert len(metrics(run.out)) == 6
 
 
 @pytest.mark.parametrize("kv_transfer", ["staged", "ipc", "none"])
-def test_requests_migrate_between_engines_as_on_gpus(task: Path, kv_transfer: str) -> None:
-    (task.parent / "private.py").write_text(PRIVATE_KV)
-    backend = f"{task.parent / 'private.py'}:PrivateKV"
+def test_requests_migrate_between_engines_as_on_gpus(
+    plain_task: Path, start_run: StartRun, kv_transfer: str
+) -> None:
+    (plain_task.parent / "private.py").write_text(PRIVATE_KV)
+    backend = f"{plain_task.parent / 'private.py'}:PrivateKV"
     has_kv = kv_transfer != "none"
     changes: Any = {"engine__kv_transfer": kv_transfer} if has_kv else {"engine__backend": backend}
-    run = Run(
-        task,
-        task.parent / "run",
+    run = start_run(
+        plain_task,
         run__steps=10,
         **changes,
         engine__num_engines=3,
@@ -87,12 +71,9 @@ def test_requests_migrate_between_engines_as_on_gpus(task: Path, kv_transfer: st
         orchestrator__balance_running="true",
         orchestrator__rebalance_interval_s=0.1,
     )
-    try:
-        run.wait_for_steps(3)
-        run.workers()[0].kill()
-        ended = run.end()
-    finally:
-        run.kill_all()
+    run.wait_for_steps(3)
+    run.workers()[0].kill()
+    ended = run.end()
     assert ended.code == 0, ended.err
     found = summary(run.out)
     assert found["migrations"] >= 5
@@ -101,19 +82,18 @@ def test_requests_migrate_between_engines_as_on_gpus(task: Path, kv_transfer: st
     assert audit.code == 0, audit.out
 
 
-def test_engines_of_two_kinds_serve_one_run_and_replace_each_other(tmp_path: Path) -> None:
+def test_engines_of_two_kinds_serve_one_run_and_replace_each_other(
+    tmp_path: Path, start_run: StartRun
+) -> None:
     """The engine that is not DORA's own crashes in the middle, and its requests restart."""
     task = write_task(tmp_path)
     fleet = f'[[fleet]]\nname = "others"\nbackend = "{ENGINE}"\nmax_num_seqs = 2\n'
     task.write_text(task.read_text() + fleet)
     held_out = tmp_path / "prompts.jsonl"
-    run = Run(task, tmp_path / "run", run__steps=8, engine__num_engines=1, eval__path=held_out, **FITTING)
-    try:
-        run.wait_for_steps(2)
-        run.workers()[1].kill()
-        ended = run.end()
-    finally:
-        run.kill_all()
+    run = start_run(task, run__steps=8, engine__num_engines=1, eval__path=held_out, **FITTING)
+    run.wait_for_steps(2)
+    run.workers()[1].kill()
+    ended = run.end()
     assert ended.code == 0, ended.err
     audit = dora("audit", run.out, "--deep", "8")
     assert audit.code == 0, audit.out

@@ -23,12 +23,12 @@ from dora.runtime.run_setup import RunSetup
 VLLM_PYTHON = os.environ.get("VLLM_PYTHON", sys.executable)  # that has vLLM
 
 
-def test_the_guarantees_hold_for_another_family_when_an_engine_crashes(tmp_path: Path) -> None:
+def test_the_guarantees_hold_for_another_family_when_an_engine_crashes(
+    tmp_path: Path, start_run: StartRun
+) -> None:
     """The trainer has two ranks and a critic."""
-    out = tmp_path / "run"
-    run = Run(
+    run = start_run(
         other_family_task(tmp_path),
-        out,
         run__steps=4,
         eval__path=tmp_path / "prompts.jsonl",
         eval__num_prompts=4,
@@ -37,19 +37,16 @@ def test_the_guarantees_hold_for_another_family_when_an_engine_crashes(tmp_path:
         algorithm__filter_groups="false",
         **FITTING,
     )
-    try:
-        run.wait_for_steps(2)
-        run.workers()[0].kill()
-        ended = run.end()
-    finally:
-        run.kill_all()
+    run.wait_for_steps(2)
+    run.workers()[0].kill()
+    ended = run.end()
     assert ended.code == 0, ended.err
-    audit = dora("audit", out, "--deep", "4")
+    audit = dora("audit", run.out, "--deep", "4")
     assert audit.code == 0, audit.out
-    steps = metrics(out)
+    steps = metrics(run.out)
     assert len(steps) == 4
     assert max(step["mismatch/logprob_abs_diff_max"] for step in steps) < 1e-4
-    saved = AutoModelForCausalLM.from_pretrained(out / "checkpoints" / "step-4")
+    saved = AutoModelForCausalLM.from_pretrained(run.out / "checkpoints" / "step-4")
     started = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
     assert type(saved) is type(started)
     trained, initial = saved.state_dict(), started.state_dict()

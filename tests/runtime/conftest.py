@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.runs.conftest import StartRun, start_run, task
+from tests.runs.conftest import StartRun, plain_task, start_run, task
 
-__all__ = ["StartRun", "start_run", "task"]
+__all__ = ["StartRun", "plain_task", "start_run", "task"]

@@ -79,7 +79,7 @@ def test_an_engine_whose_weights_differ_from_the_published_ones_is_lost(executor
         stored.write(bytes(4))
     executor.execute(Load(1, 0))
     assert next_event(executor) == EngineLost(1, "its weights of version 0 differ from the published ones")
-    assert executor.engines == [0]
+    assert executor.engine_pool.active == {0}
     executor.execute(Load(1, 0))  # a message to a lost engine is dropped
     psutil.Process(executor.engine_pool.workers[0].pid).kill()
     assert next_event(executor) == EngineLost(0, "engine 0 was killed by SIGKILL")

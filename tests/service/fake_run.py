@@ -103,14 +103,6 @@ class FakeContext:
         self.weights_dir = setup.out.parent
         self.stream_dir = self.weights_dir / "stream"
 
-    @property
-    def num_prompts_fetched(self) -> int:
-        return self.prompts.num_taken
-
-    @property
-    def num_prompts_wanted(self) -> int:
-        return self.prompts.num_wanted
-
     def check_training(self) -> None:
         if not self.is_training:
             raise ServiceError(409, "the run is starting or saving; try again while it trains")

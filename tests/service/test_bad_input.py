@@ -6,8 +6,7 @@ import json
 import socket
 import struct
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from tests.runtime.running import wait_until
 from tests.service.fake_run import TOKEN, FakeRun, error_message, serve
 from tests.service.test_agent_apis import (
     ANTHROPIC,
@@ -332,14 +332,6 @@ class RawClient(socket.socket):
         """Reset the connection."""
         self.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Fails unless the condition becomes true."""
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        threading.Event().wait(0.005)
 
 
 def num_connections(gateway: WebGateway) -> int:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import socket
 import stat
 import struct
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,14 +26,6 @@ from dora.stream.server import StreamServer
 from dora.stream.storage import SampleStream, SegmentReader, SegmentWriter
 
 NAN = math.nan
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A short path: the path of a Unix socket has at most 107 bytes."""
-    made = Path(tempfile.mkdtemp(prefix="dora-"))
-    yield made
-    shutil.rmtree(made)
 
 
 @pytest.fixture

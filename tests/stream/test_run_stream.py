@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -51,14 +49,6 @@ class StreamedRun:
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    """A short path: the path of a Unix socket has at most 107 bytes."""
-    made = Path(tempfile.mkdtemp(prefix="dora-"))
-    yield made
-    shutil.rmtree(made)
-
-
-@pytest.fixture
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamedRun]:
     monkeypatch.setattr(run_stream, "WAIT_S", 0.05)
     made = StreamedRun(folder)
@@ -71,11 +61,13 @@ class FullDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_full, self.num_refused = False, 0
+        self.last_refused = 0  # number of the attempt after which there is room
         allocate = SegmentWriter.allocate
 
         def allocate_unless_full(writer: SegmentWriter, num_bytes: int) -> tuple[BlockLocation, memoryview]:
             if self.is_full:
                 self.num_refused += 1
+                self.is_full = self.num_refused != self.last_refused
                 raise OSError(errno.ENOSPC, "No space left on device")
             return allocate(writer, num_bytes)
 
@@ -204,15 +196,11 @@ def test_the_leases_of_a_crashed_worker_go_to_its_replacement(folder: Path) -> N
 def test_a_fill_waits_for_room(run: StreamedRun, disk: FullDisk) -> None:
     run.put(GROUPS[0])
     run.store.commit()
-    disk.is_full = True
-
-    def make_room() -> None:
-        disk.is_full = False
-
+    disk.is_full, disk.last_refused = True, 1
     client = StreamClient(transport.stream_endpoint(run.stream.folder))
     rewards = {"reward": np.ones(2), "advantage": np.zeros(2)}
-    run_stream.fill(client, run.stream.folder, [0, 1], rewards, make_room)
-    assert disk.num_refused > 0
+    run_stream.fill(client, run.stream.folder, [0, 1], rewards)
+    assert disk.num_refused == 1
     client.close()
     assert numbers(run.reader.read_group(GROUPS[0])) == [(2, 1.0, 0.0), (3, 1.0, 0.0)]
 

@@ -170,20 +170,6 @@ def test_every_sample_has_a_state_until_it_is_deleted(store: SampleStore) -> Non
     store.put(trajectory(0))
 
 
-def test_an_older_file_without_routes_is_migrated(tmp_path: Path) -> None:
-    path = tmp_path / "samples.sqlite"
-    SampleStore(path).close()
-    with sqlite3.connect(path) as db:
-        db.execute("alter table samples drop column routes")
-    for _ in range(2):
-        store = SampleStore(path)
-        store.put(trajectory(len(store.num_generated(GROUP))))
-        store.close()
-    store = SampleStore(path)
-    assert [answer.routes for answer in Subscriber(store).trajectories] == [None, None]
-    store.close()
-
-
 def test_an_event_waits_for_responses_and_rewards_and_not_for_states(
     store: SampleStore, tmp_path: Path
 ) -> None:

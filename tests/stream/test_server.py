@@ -6,8 +6,6 @@ import errno
 import json
 import mmap
 import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,14 +26,6 @@ from dora.stream.server import StreamServer
 from dora.stream.storage import SampleStream
 
 ALL = BatchRequest(max_rows=99)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A short path: the path of a Unix socket has at most 107 bytes."""
-    made = Path(tempfile.mkdtemp(prefix="dora-"))
-    yield made
-    shutil.rmtree(made)
 
 
 class ServedStream:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,14 +26,6 @@ from dora.stream.schema import StreamBatch
 from dora.stream.server import StreamServer
 from dora.stream.storage import SampleStream
 from dora.stream.transport import UnixConnection
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A short path: the path of a Unix socket has at most 107 bytes."""
-    made = Path(tempfile.mkdtemp(prefix="dora-"))
-    yield made
-    shutil.rmtree(made)
 
 
 @pytest.fixture

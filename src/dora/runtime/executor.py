@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial, singledispatchmethod
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,107 +201,55 @@ class ProcessExecutor:
         if not self.events:
             self.engine_pool.flush()
 
-    @singledispatchmethod
     def execute(self, action: Action) -> None:
         """Execute an action. Its outcome arrives as an event; some actions are for the journal only."""
-
-    @execute.register
-    def _(self, action: FetchPrompts) -> None:
-        self.events.extend(self.prompts.fetch(action.count))
-
-    @execute.register
-    def _(self, action: Generate) -> None:
-        self.episodes.generate(action)
-
-    @execute.register
-    def _(self, action: Abort) -> None:
-        self.episodes.abort(action)
-
-    @execute.register
-    def _(self, action: Migrate) -> None:
-        self.episodes.migrate(action)
-
-    @execute.register
-    def _(self, action: DecodeOnly) -> None:
-        self.engine_pool.send(action.engine, m.SetDecodeOnly(action.requests))
-
-    @execute.register
-    def _(self, action: PauseEngine) -> None:
-        self.engine_pool.send(action.engine, m.PauseDecoding())
-
-    @execute.register
-    def _(self, action: ResumeEngine) -> None:
-        self.engine_pool.send(action.engine, m.ResumeDecoding())
-
-    @execute.register
-    def _(self, action: RemoveEngine) -> None:
-        self.engine_pool.remove(action.engine)
-
-    @execute.register
-    def _(self, action: RejectDrain) -> None:
-        self._drain_rejections[action.engine] = action.reason
-        self.notice(f"engine {action.engine} is not drained: {action.reason}")
-
-    @execute.register
-    def _(self, action: Load) -> None:
-        self.engine_pool.send(action.engine, m.LoadWeights(action.version))
-
-    @execute.register
-    def _(self, action: Drop) -> None:
-        self.engine_pool.send(action.engine, m.DropWeights(action.version))
-
-    @execute.register
-    def _(self, action: Score) -> None:
-        if (rewards := self.sample_book.rewards.get(action.group)) is not None:  # scored before a restart
-            self.sample_book.pop_held_out_answers(action.group)
-            self.events.append(GroupScored(action.group, rewards))
-            return
-        if (event := self.sample_book.score_from_episodes(action.group)) is not None:
-            self.events.append(event)
-            return
-        source, row = self.setup.source_of(action.group), action.group.row
-        prompt_row = encode_prompt_row(source.prompt(row), source.fields(row))
-        self.rewards.submit(action.group, prompt_row, self.sample_book.pop_held_out_answers(action.group))
-
-    @execute.register
-    def _(self, action: Filter) -> None:
-        self.sample_book.discard_group(action.group, f"filtered: {action.reason}")
-
-    @execute.register
-    def _(self, action: Fail) -> None:
-        self.episodes.discard_group(action.group)
-        self.sample_book.discard_group(action.group, f"failed: {action.reason}")
-        self.notice(f"group {action.group} failed: {action.reason}")
-
-    @execute.register
-    def _(self, action: Commit) -> None:
-        self.accumulate(action.step, [action.group])
-        self.samples.set_state([action.group], "committed")
-
-    @execute.register
-    def _(self, action: Train) -> None:
-        self.samples.commit()
-        self.sample_book.batch = action.groups
-        self.training.send(m.TrainStep(action.step, action.groups))
-
-    @execute.register
-    def _(self, action: Publish) -> None:
-        self.training.send(m.PublishWeights(action.version))
-
-    @execute.register
-    def _(self, action: ReportDigest) -> None:
-        self.training.send(m.PublishWeights(action.version, is_stored=False))
-
-    @execute.register
-    def _(self, action: Retire) -> None:
-        self.weights.drop(action.version)
-
-    @execute.register
-    def _(self, action: ReportStall) -> None:
-        step, needed = step_number(action.step), self.agent_waits()
-        causes = [f"{each} needs {needed[each]}" if each in needed else f"{each}" for each in action.requests]
-        what = f"{action.group} ({', '.join(causes) or 'its rewards'})"
-        self.notice(f"step {step} waits for group {what} since {action.since_s:.1f} s")
+        match action:
+            case FetchPrompts(count):
+                self.events.extend(self.prompts.fetch(count))
+            case Generate():
+                self.episodes.generate(action)
+            case Abort():
+                self.episodes.abort(action)
+            case Migrate():
+                self.episodes.migrate(action)
+            case DecodeOnly(engine, requests):
+                self.engine_pool.send(engine, m.SetDecodeOnly(requests))
+            case PauseEngine(engine):
+                self.engine_pool.send(engine, m.PauseDecoding())
+            case ResumeEngine(engine):
+                self.engine_pool.send(engine, m.ResumeDecoding())
+            case RemoveEngine(engine):
+                self.engine_pool.remove(engine)
+            case RejectDrain(engine, reason):
+                self._drain_rejections[engine] = reason
+                self.notice(f"engine {engine} is not drained: {reason}")
+            case Load(engine, version):
+                self.engine_pool.send(engine, m.LoadWeights(version))
+            case Drop(engine, version):
+                self.engine_pool.send(engine, m.DropWeights(version))
+            case Score(group):
+                self._score(group)
+            case Filter(group, reason):
+                self.sample_book.discard_group(group, f"filtered: {reason}")
+            case Fail(group, reason):
+                self.episodes.discard_group(group)
+                self.sample_book.discard_group(group, f"failed: {reason}")
+                self.notice(f"group {group} failed: {reason}")
+            case Commit(group, step):
+                self.accumulate(step, [group])
+                self.samples.set_state([group], "committed")
+            case Train(step, groups):
+                self.samples.commit()
+                self.sample_book.batch = groups
+                self.training.send(m.TrainStep(step, groups))
+            case Publish(version):
+                self.training.send(m.PublishWeights(version))
+            case ReportDigest(version):
+                self.training.send(m.PublishWeights(version, is_stored=False))
+            case Retire(version):
+                self.weights.drop(version)
+            case ReportStall():
+                self._report_stall(action)
 
     # start, stop and checkpoints
 
@@ -333,10 +281,6 @@ class ProcessExecutor:
             self.samples.commit()  # so that the trainer can read them
             for group in groups:
                 self.training.send(m.AccumulateGroup(step, group))
-
-    def resend(self, groups: Sequence[GroupId]) -> None:
-        """Put groups back into the stream for a new trainer."""
-        self.samples.resend(groups)
 
     def save(self, core: str, versions: Sequence[int]) -> None:
         """Have the trainer write a checkpoint after the work it already has.
@@ -370,10 +314,6 @@ class ProcessExecutor:
         trainer = self.trainer
         return trainer.is_installing if isinstance(trainer, ExternalTrainer) else self.training.is_in_step
 
-    def keep_trainer(self) -> None:
-        """From now on a lost trainer ends the run instead of being replaced."""
-        self.training.can_restart = False
-
     def check_weight_store(self) -> None:
         """Raises RunError if somebody has removed it: no worker can go on, and no replacement can start."""
         if not self.weights.folder.exists():
@@ -404,11 +344,6 @@ class ProcessExecutor:
     def trainer(self) -> Worker:
         """The first process of the current trainer."""
         return self.training.rank0
-
-    @property
-    def engines(self) -> list[int]:
-        """Engines that have started and are not being removed, in order."""
-        return sorted(self.engine_pool.active)
 
     @property
     def all_engines(self) -> list[int]:
@@ -485,11 +420,6 @@ class ProcessExecutor:
         """That episodes wait and no agent has a session, and what an agent has to do; else ""."""
         return "" if self.agent_sessions is None else self.agent_sessions.missing
 
-    @property
-    def first_scoring_failure(self) -> str:
-        """Message of the first reward that failed; "" if none has."""
-        return self.rewards.first_failure
-
     def worker_states(self) -> list[WorkerState]:
         """The state of each process."""
         states = [state for states in self.workers_by_role().values() for state in states]
@@ -503,6 +433,25 @@ class ProcessExecutor:
     def restart_times(self) -> dict[str, float]:
         """Seconds until each lost worker is restarted, by its name."""
         return self._supervisor.restarts()
+
+    # actions with more to do than a message
+
+    def _score(self, group: GroupId) -> None:
+        if (rewards := self.sample_book.rewards.get(group)) is not None:  # scored before a restart
+            self.sample_book.pop_held_out_answers(group)
+            self.events.append(GroupScored(group, rewards))
+        elif (event := self.sample_book.score_from_episodes(group)) is not None:
+            self.events.append(event)
+        else:
+            source = self.setup.source_of(group)
+            prompt_row = encode_prompt_row(source.prompt(group.row), source.fields(group.row))
+            self.rewards.submit(group, prompt_row, self.sample_book.pop_held_out_answers(group))
+
+    def _report_stall(self, action: ReportStall) -> None:
+        step, needed = step_number(action.step), self.agent_waits()
+        causes = [f"{each} needs {needed[each]}" if each in needed else f"{each}" for each in action.requests]
+        what = f"{action.group} ({', '.join(causes) or 'its rewards'})"
+        self.notice(f"step {step} waits for group {what} since {action.since_s:.1f} s")
 
     # messages of workers
 
@@ -568,12 +517,8 @@ class LiveRun:
         return self.executor.rewards.external
 
     @property
-    def num_prompts_fetched(self) -> int:
-        return self.executor.prompts.num_taken
-
-    @property
-    def num_prompts_wanted(self) -> int:
-        return self.executor.prompts.num_wanted
+    def prompts(self) -> PromptSource:
+        return self.executor.prompts
 
     @property
     def engines(self) -> ProcessExecutor:

@@ -319,8 +319,8 @@ class _Session:
         executor.begin_clock()
         kernels = ", ".join(executor.engine_pool.kernels)
         self._console.notice(
-            f"ready: {plural(len(executor.engines), 'engine')} ({kernels}), 1 trainer, "
-            f"{plural(executor.rewards.num_workers, 'reward worker')}"
+            f"ready: {plural(len(executor.engine_pool.active), 'engine')} ({kernels}), 1 trainer, "
+            f"{plural(self._setup.config.num_reward_workers, 'reward worker')}"
         )
         for notice in self._setup.notices:
             self._console.notice(notice)
@@ -350,11 +350,11 @@ class _Session:
         if isinstance(event, TrainerReplaced):
             state = self._orchestrator.snapshot()
             batches = (*event.redone, *state.batches.values(), state.committed)
-            self._executor.resend([group for batch in batches for group in batch])
+            self._executor.samples.resend([group for batch in batches for group in batch])
             self._send_commitments()
         state = self._orchestrator.snapshot()
         self._count_cpu(not state.is_only_evaluating)
-        self._failure_guard.check(event, actions, state, self._executor.first_scoring_failure)
+        self._failure_guard.check(event, actions, state, self._executor.rewards.first_failure)
 
     def _count_cpu(self, is_training: bool) -> None:
         """Count CPU time from now on, or no longer."""
@@ -484,7 +484,7 @@ class _Session:
     def _wait_for_trainer(self, is_done: Callable[[], bool], what: str) -> None:
         executor, timeout_s = self._executor, self._setup.config.runtime.trainer_timeout_s
         deadline_s = time.monotonic() + timeout_s
-        executor.keep_trainer()
+        executor.training.can_restart = False  # from now on its loss ends the run
         while not is_done():
             if not executor.trainer.is_alive:
                 raise RunError(f"the trainer exited before it could {what}: {executor.trainer.exit_reason}")

@@ -20,7 +20,7 @@ from dora.config.toml import to_toml
 from dora.errors import InputError
 from dora.journal.reader import JOURNAL_FILE, explain_missing_run
 from dora.metrics import status
-from dora.metrics.status import DRIVER_FILE, is_alive
+from dora.metrics.status import DRIVER_FILE, driver_of, is_alive
 from dora.metrics.writer import TRACKER_IDS_FILE
 from dora.runtime.run_setup import UPLOADED_PROMPTS
 
@@ -93,18 +93,9 @@ def write_driver(run: Path) -> None:
     )
 
 
-def is_running(run: Path) -> bool:
-    """Whether a process drives the run in a folder."""
-    try:
-        check_running(run)
-    except InputError:
-        return False
-    return True
-
-
 def remove_stale_control_dir(run: Path) -> None:
     """Remove the control folder of a driver that was killed; not that of a running one."""
-    if not is_running(run):
+    if driver_of(run) is None:
         shutil.rmtree(run / "control", ignore_errors=True)
 
 

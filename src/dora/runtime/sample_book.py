@@ -28,7 +28,7 @@ from dora.metrics.rollout import EngineUsage
 from dora.runtime.process import messages as m
 from dora.runtime.rollout.partial_outputs import FILE_NAME, PartialOutputs
 from dora.runtime.run_setup import RunSetup
-from dora.stream.sample_db import AnswerSource, FinishedSample, SampleStore, TokenIds, Trajectory
+from dora.stream.sample_db import FinishedSample, SampleStore, TokenIds, Trajectory, answer_source
 from dora.trainer.advantage import invalid_rewards_reason
 from dora.trainer.metrics import KL_BY_STALENESS
 
@@ -124,19 +124,19 @@ class SampleBook:
         if is_generated is not None:
             loss_mask = is_generated.astype(np.uint8)
             logprobs = np.where(is_generated, logprobs, np.float32(0))
-        source = AnswerSource.from_chunks(completion.chunks)
+        version, weight_digest, segments = answer_source(completion.chunks)
         payload = self._samples.put(
             Trajectory(
                 completion.id,
-                source.version,
-                source.weight_digest,
+                version,
+                weight_digest,
                 completion.prompt_ids,
                 completion.token_ids,
                 logprobs,
                 completion.routes if self._setup.config.trainer.routing_replay else None,
                 loss_mask,
                 self.episode_rewards.get(completion.id),
-                source.segments,
+                segments,
                 completion.branches or None,
             )
         )

@@ -14,17 +14,11 @@ from dora.data.tool_calls import ToolCall
 from dora.errors import ServiceError
 from dora.runtime.rollout.agent_sessions import ChatMessage, TurnRequest
 from dora.service.agents import SessionName, SessionTurn, check_sampling, next_turn, open_if_new
+from dora.service.chat_completions import TextPart
 from dora.service.context import Run, RunContext
-from dora.service.models import JsonObject, MessageBody, RequestBody
+from dora.service.models import JsonObject, MessageBody, RequestBody, event_stream
 
 router = APIRouter(prefix="/s/{session}/v1", tags=["agents"])
-
-
-class TextBlock(MessageBody):
-    """Text as part of a message."""
-
-    type: Literal["text"]
-    text: str
 
 
 class ToolUseBlock(MessageBody):
@@ -41,10 +35,10 @@ class ToolResultBlock(MessageBody):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] = ""
+    content: str | list[TextPart] = ""
 
 
-Block = Annotated[TextBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+Block = Annotated[TextPart | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
 class MessageParam(MessageBody):
@@ -58,14 +52,12 @@ class MessageParam(MessageBody):
 
         Raises ServiceError for blocks that a message of this role cannot have.
         """
-        blocks = (
-            [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
-        )
+        blocks = [TextPart(type="text", text=self.content)] if isinstance(self.content, str) else self.content
         if self.role == "assistant" and any(isinstance(block, ToolResultBlock) for block in blocks):
             raise ServiceError(400, "a tool_result block must be in a message with role user")
         if self.role == "user" and any(isinstance(block, ToolUseBlock) for block in blocks):
             raise ServiceError(400, "a tool_use block must be in a message with role assistant")
-        text = _text([block for block in blocks if isinstance(block, TextBlock)])
+        text = _text([block for block in blocks if isinstance(block, TextPart)])
         calls = tuple(
             ToolCall.make(block.name, block.input) for block in blocks if isinstance(block, ToolUseBlock)
         )
@@ -102,7 +94,7 @@ class MessageRequest(RequestBody):
 
     model: str = Field(description="any: the session has one model, the policy")
     messages: list[MessageParam] = Field(min_length=1)
-    system: str | list[TextBlock] | None = None
+    system: str | list[TextPart] | None = None
     max_tokens: int = Field(
         ge=1, description="maximum length of a turn, the same in all requests of a session"
     )
@@ -160,14 +152,10 @@ async def create_message(
     """The model's next turn; the first request opens the session. 503 if no episode is waiting."""
     await open_if_new(session, body, run, request)
     message = _message(await next_turn(session, body, run, request))
-    return (
-        PlainTextResponse("".join(_events(message)), media_type="text/event-stream")
-        if body.stream
-        else message
-    )
+    return event_stream(_events(message)) if body.stream else message
 
 
-def _text(content: str | list[TextBlock]) -> str:
+def _text(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(block.text for block in content)
 
 

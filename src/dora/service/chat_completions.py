@@ -27,7 +27,7 @@ from dora.service.agents import (
     open_if_new,
 )
 from dora.service.context import Run, RunContext
-from dora.service.models import JsonObject, MessageBody, RequestBody
+from dora.service.models import JsonObject, MessageBody, RequestBody, event_stream
 
 router = APIRouter(prefix="/v1", tags=["agents"])
 session_router = APIRouter(prefix="/s/{session}/v1", tags=["agents"])
@@ -58,7 +58,7 @@ class FunctionCallParam(MessageBody):
 
 
 class ToolCallParam(MessageBody):
-    """A call of the model, as the response had it."""
+    """A call of a tool, as the model wrote it."""
 
     id: str
     type: Literal["function"] = "function"
@@ -163,27 +163,12 @@ class ChatCompletionRequest(RequestBody):
             )
 
 
-class FunctionCall(BaseModel):
-    """Name and arguments of a call; the arguments are a JSON object as text."""
-
-    name: str
-    arguments: str
-
-
-class MessageToolCall(BaseModel):
-    """A call of a tool, as the model wrote it."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
 class AssistantMessage(BaseModel):
     """The message that the model generated. Without tool calls the field `tool_calls` is left out."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
-    tool_calls: list[MessageToolCall] = Field(default=[], exclude_if=lambda calls: not calls)
+    tool_calls: list[ToolCallParam] = Field(default=[], exclude_if=lambda calls: not calls)
 
 
 class TokenLogprob(BaseModel):
@@ -277,7 +262,7 @@ def _response(body: ChatCompletionRequest, turn: SessionTurn) -> ChatCompletion 
     if not body.stream:
         return completion
     has_usage = bool(body.stream_options and body.stream_options.include_usage)
-    return PlainTextResponse("".join(_events(completion, has_usage)), media_type="text/event-stream")
+    return event_stream(_events(completion, has_usage))
 
 
 def _logprobs(turn: SessionTurn) -> ChoiceLogprobs:
@@ -292,7 +277,7 @@ def _logprobs(turn: SessionTurn) -> ChoiceLogprobs:
 def _completion(turn: SessionTurn, logprobs: ChoiceLogprobs | None) -> ChatCompletion:
     answer, (num_prompt_tokens, num_tokens) = turn.answer, turn.num_tokens
     calls = [
-        MessageToolCall(id=id, function=FunctionCall(name=call.name, arguments=call.arguments))
+        ToolCallParam(id=id, function=FunctionCallParam(name=call.name, arguments=call.arguments))
         for id, call in turn.calls
     ]
     content = answer.parsed.content

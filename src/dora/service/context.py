@@ -13,12 +13,12 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 from fastapi import Depends, Request
 
-from dora.core.state import State
 from dora.errors import ServiceError
 from dora.metrics.run import RunMetrics
-from dora.runtime.control.engines import EngineControl
+from dora.runtime.control.engines import EngineContext
 from dora.runtime.control.requests import RequestQueue
 from dora.runtime.rollout.agent_sessions import AgentSessions
+from dora.runtime.rollout.prompts import PromptSource
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.scoring.external import ExternalRewards
 from dora.runtime.training.external import ExternalTrainer
@@ -28,7 +28,7 @@ DRIVER_TIMEOUT_S = 30.0  # within which the driver answers a request that need n
 T = TypeVar("T")
 
 
-class RunContext(Protocol):
+class RunContext(EngineContext, Protocol):
     """What a request may read or change of a run. Only the driver uses it, between two events."""
 
     @property
@@ -38,19 +38,10 @@ class RunContext(Protocol):
     def metrics(self) -> RunMetrics: ...
 
     @property
-    def state(self) -> Callable[[], State]: ...
-
-    @property
     def now_s(self) -> float: ...
 
     @property
     def is_training(self) -> bool: ...
-
-    @property
-    def is_paused(self) -> bool: ...
-
-    @property
-    def engines(self) -> EngineControl: ...
 
     @property
     def agent_sessions(self) -> AgentSessions | None: ...
@@ -62,19 +53,13 @@ class RunContext(Protocol):
     def external_rewards(self) -> Mapping[str, ExternalRewards]: ...
 
     @property
-    def num_prompts_fetched(self) -> int: ...
-
-    @property
-    def num_prompts_wanted(self) -> int: ...
+    def prompts(self) -> PromptSource: ...
 
     @property
     def stream_dir(self) -> Path: ...
 
     @property
     def weights_dir(self) -> Path: ...
-
-    def check_training(self) -> None:
-        """Raises ServiceError while the run starts, saves or ends."""
 
     def put_prompts(self, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append prompts, the first of which has the index `first`. Raises ServiceError."""

@@ -7,12 +7,12 @@ Anthropic's API expect it. It never repeats the request's content, which may be 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
@@ -92,6 +92,11 @@ class AsciiJSONResponse(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
+def event_stream(events: Iterable[str]) -> PlainTextResponse:
+    """Server-sent events of a turn, which is finished, so that they are sent at once."""
+    return PlainTextResponse("".join(events), media_type="text/event-stream")
 
 
 def error_response(error: ServiceError, headers: Mapping[str, str] | None = None) -> AsciiJSONResponse:

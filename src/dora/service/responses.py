@@ -18,7 +18,7 @@ from dora.runtime.rollout.agent_sessions import ChatMessage, TurnRequest
 from dora.service.agents import SessionName, SessionTurn, check_sampling, next_turn, open_if_new
 from dora.service.chat_completions import FunctionCallParam, FunctionParam, TextFormat
 from dora.service.context import Run, RunContext
-from dora.service.models import MessageBody, RequestBody
+from dora.service.models import MessageBody, RequestBody, event_stream
 
 router = APIRouter(prefix="/s/{session}/v1", tags=["agents"])
 
@@ -192,11 +192,7 @@ async def create_response(
     """The model's next turn; the first request opens the session. 503 if no episode is waiting."""
     await open_if_new(session, body, run, request)
     response = _response(body, await next_turn(session, body, run, request))
-    return (
-        PlainTextResponse("".join(_events(response)), media_type="text/event-stream")
-        if body.stream
-        else response
-    )
+    return event_stream(_events(response)) if body.stream else response
 
 
 def _response(body: ResponseRequest, turn: SessionTurn) -> Response:

@@ -166,8 +166,8 @@ async def _next_groups(run: RunHandle, step: int, after: int, wait_s: float) -> 
 def _prompt_counts(context: RunContext) -> PromptCounts:
     return PromptCounts(
         num_prompts=len(context.setup.dataset),
-        num_fetched=context.num_prompts_fetched,
-        num_wanted=context.num_prompts_wanted,
+        num_fetched=context.prompts.num_taken,
+        num_wanted=context.prompts.num_wanted,
     )
 
 

@@ -24,7 +24,7 @@ from dora.stream import transport
 from dora.stream.metadata import NO_TIMEOUT, BatchRequest, BlockLocation, SampleMeta
 from dora.stream.schema import BatchPart, BlockPacker, ColumnData, StreamBatch, TimedOut
 from dora.stream.storage import SegmentReader, SegmentWriter
-from dora.stream.transport import ClientTransport, RemoteTransport, UnixTransport
+from dora.stream.transport import RemoteTransport, UnixTransport
 
 _RETRY_S = 0.02  # while the file system is full
 
@@ -39,7 +39,7 @@ class StreamClient:
         the stream's folder.
         """
         self._timeout_s = timeout_s
-        self._transport: ClientTransport
+        self._transport: UnixTransport | RemoteTransport
         if isinstance(endpoint, CurveAddress):
             self._endpoint, self._transport = endpoint.endpoint, RemoteTransport(endpoint, timeout_s)
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dora.core.types import GroupId, RequestId
@@ -129,7 +129,7 @@ class MetadataController:
         bit, needs = 1 << len(self.consumers), self.field_mask(fields)
         new = StreamConsumer(name, bit, needs, group_size, by_version, lease_s, held_out_size)
         if (old := self.consumers.get(name)) is not None:
-            if old.declaration != new.declaration:
+            if old != new:
                 raise StreamError(f"consumer {name!r} is registered with other rules; use another name")
             return
         self.consumers[name] = new
@@ -446,29 +446,24 @@ def _blocks_of(rows: Sequence[StreamRow], consumer: StreamConsumer) -> dict[Bloc
     return blocks
 
 
+@dataclass
 class StreamConsumer:
-    """A named consumer: the fields it needs and the rows that are ready for it."""
+    """A named consumer: the fields it needs and the rows that are ready for it.
 
-    def __init__(
-        self,
-        name: str,
-        bit: int,
-        needs: int,
-        group_size: int,
-        by_version: bool,
-        lease_s: float,
-        held_out_size: int = 0,
-    ) -> None:
-        """`bit` is the consumer's in the masks of rows, `needs` the mask of its fields."""
-        self.name, self.bit, self.needs, self.lease_s = name, bit, needs, lease_s
-        self.group_size, self.held_out_size, self.by_version = group_size, held_out_size, by_version
-        self.ready = ReadyQueue(bit, group_size, held_out_size, by_version)
-        self.num_consumed = 0  # existing rows that it has consumed
+    Two consumers are equal if they were registered with the same arguments.
+    """
 
-    @property
-    def declaration(self) -> tuple[int, int, int, bool, float]:
-        """The arguments of its registration."""
-        return self.needs, self.group_size, self.held_out_size, self.by_version, self.lease_s
+    name: str
+    bit: int = field(compare=False)  # in the masks of rows
+    needs: int  # mask of its fields
+    group_size: int
+    by_version: bool
+    lease_s: float
+    held_out_size: int
+    num_consumed: int = field(default=0, init=False, compare=False)  # existing rows that it has consumed
+
+    def __post_init__(self) -> None:
+        self.ready = ReadyQueue(self.bit, self.group_size, self.held_out_size, self.by_version)
 
     def expected_size(self, group: GroupId) -> int:
         """Number of rows of a complete group."""

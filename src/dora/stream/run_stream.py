@@ -51,6 +51,8 @@ DRIVER_TIMEOUT_S = 86400.0
 WAIT_S = 10.0  # for a group that is committed, hence already sent; and for room in the file system
 _RETRY_S = 0.1
 
+StreamWriter = StreamClient | InProcessClient  # what the driver writes with
+
 
 def reward_consumer(task: str) -> str:
     """The name of a reward task's consumer."""
@@ -88,22 +90,6 @@ class StorageSpec:
 def remote_address(server: StreamServer) -> CurveAddress | None:
     """The address for other machines; None if the server has no such endpoint."""
     return next((each for each in server.endpoints if isinstance(each, CurveAddress)), None)
-
-
-class StreamWriter(Protocol):
-    """What the driver does with the stream; see `StreamClient`."""
-
-    def put(
-        self, samples: Sequence[SampleMeta], columns: ColumnData, wait_s: float = ...
-    ) -> range | TimedOut: ...
-
-    def fill(self, indices: Sequence[int], columns: ColumnData) -> None: ...
-
-    def clear(self, groups: Iterable[GroupId]) -> None: ...
-
-    def evict(self, client_id: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class StreamStorage(Protocol):
@@ -320,7 +306,7 @@ class RunStream:
 
     def _fill(self, indices: Sequence[int], columns: ColumnData) -> None:
         try:
-            fill(self._client, self.folder, indices, columns, on_retry=lambda: None)
+            fill(self._client, self.folder, indices, columns)
         except StorageFullError:
             self._is_full = True
             raise
@@ -346,14 +332,8 @@ def _storage_spec(
     return StorageSpec(folder, fields, consumers, host)
 
 
-def fill(
-    client: StreamWriter,
-    folder: Path,
-    indices: Sequence[int],
-    columns: ColumnData,
-    on_retry: Callable[[], None],
-) -> None:
-    """Fill columns. While the file system is full, calls `on_retry` and tries again.
+def fill(client: StreamWriter, folder: Path, indices: Sequence[int], columns: ColumnData) -> None:
+    """Fill columns; while the file system is full, try again.
 
     Raises StreamError, and StorageFullError after WAIT_S.
     """
@@ -365,7 +345,6 @@ def fill(
         except StorageFullError as error:
             if time.monotonic() >= deadline_s:
                 raise storage_full_error(folder, str(error)) from error
-            on_retry()
             time.sleep(_RETRY_S)
 
 
@@ -405,7 +384,7 @@ class GroupReader:
     def fill(self, group: GroupId, rows: Sequence[NDArray[np.float32]]) -> None:
         """Fill this consumer's own column of a group, sibling by sibling. Raises as `fill`."""
         indices, columns = self._leased[group].indices, {self._consumer: rows}
-        fill(self._client, self._folder, indices, columns, on_retry=lambda: None)
+        fill(self._client, self._folder, indices, columns)
 
     def read_rows(self, indices: Sequence[int]) -> list[StoredSample]:
         """Samples by their `stream_index`, while another reader of this consumer has them on lease."""

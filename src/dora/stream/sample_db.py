@@ -49,7 +49,7 @@ PAYLOAD = (
 def payload_digest(values: Iterable[int | str | bytes | None]) -> str:
     """Digest (32 hex digits) of the columns PAYLOAD of a row.
 
-    Without branches it is that of the columns before, as in files that have no column for them.
+    Without branches it is that of the columns before.
     """
     columns = [value if isinstance(value, bytes) else repr(value).encode() for value in values]
     if len(columns) == len(PAYLOAD) and columns[-1] == b"None":
@@ -119,18 +119,12 @@ class Trajectory(NamedTuple):
     branches: Sequence[Branch] | None = None
 
 
-class AnswerSource(NamedTuple):
-    """The weights that generated a response; fields as in Trajectory."""
-
-    version: int
-    weight_digest: str
-    segments: list[tuple[int, int]] | None
-
-    @classmethod
-    def from_chunks(cls, chunks: Sequence[Chunk]) -> AnswerSource:
-        """From the chunks that the engine reported, oldest first."""
-        segments = [(c.version, c.num_tokens) for c in chunks] if len(chunks) > 1 else None
-        return cls(chunks[0].version, DIGEST_SEPARATOR.join(c.digest for c in chunks), segments)
+def answer_source(chunks: Sequence[Chunk]) -> tuple[int, str, list[tuple[int, int]] | None]:
+    """`version`, `weight_digest` and `segments` of a Trajectory, from the chunks that the engine reported,
+    oldest first.
+    """
+    segments = [(c.version, c.num_tokens) for c in chunks] if len(chunks) > 1 else None
+    return chunks[0].version, DIGEST_SEPARATOR.join(c.digest for c in chunks), segments
 
 
 class StoredSample(NamedTuple):
@@ -199,10 +193,6 @@ class SampleStore:
         self._db.execute("pragma journal_mode = wal")
         self._db.execute(f"pragma synchronous = {'full' if fsync else 'off'}")
         self._db.execute(_SCHEMA)
-        names = [name for _, name, *_ in self._db.execute("pragma table_info(samples)")]
-        optional = {"routes", "loss_mask", "segments", "branches", "task_rewards"}
-        for name in optional - {*names}:  # of an older file
-            self._db.execute(f"alter table samples add column {name} blob")
         self._in_transaction = False
         self._has_payload = False  # written in this transaction; the next event may name it
         self._subscriber: SampleSubscriber | None = None

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import zmq
@@ -218,19 +218,6 @@ class UnixConnection:
         self._socket.close()
 
 
-class ClientTransport(Protocol):
-    """A client's connection to the server."""
-
-    def send(self, frames: Sequence[Any]) -> None:
-        """Raises RunError if the connection is lost."""
-
-    def receive(self, deadline_s: float) -> list[bytes] | None:
-        """The next message; None after the deadline (time.monotonic). Raises RunError if it is lost."""
-
-    def close(self) -> None:
-        """Messages that were sent may still arrive."""
-
-
 class UnixTransport:
     """A connection to a server on the same host; the exit of the server is detected at once."""
 
@@ -240,6 +227,7 @@ class UnixTransport:
         self._connection = UnixConnection(self._connect(time.monotonic() + timeout_s))
 
     def send(self, frames: Sequence[Any]) -> None:
+        """Raises RunError if the connection is lost."""
         self._connection.set_timeout(min(self._timeout_s, MAX_POLL_S))
         try:
             self._connection.send(frames)
@@ -247,6 +235,7 @@ class UnixTransport:
             raise self._lost(error) from error
 
     def receive(self, deadline_s: float) -> list[bytes] | None:
+        """The next message; None after the deadline (time.monotonic). Raises RunError if it is lost."""
         while (frames := self._connection.next_message()) is None:
             remaining_s = deadline_s - time.monotonic()
             self._connection.set_timeout(min(max(1e-3, remaining_s), MAX_POLL_S))
@@ -285,7 +274,7 @@ class UnixTransport:
 
 
 class RemoteTransport:
-    """A connection to a server on another host."""
+    """A connection to a server on another host; methods as of `UnixTransport`."""
 
     def __init__(self, address: CurveAddress, timeout_s: float) -> None:
         """Retries for `timeout_s`. Raises RunError if no server with these keys listens."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import psutil
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -159,7 +160,7 @@ def make_store_folder(num_bytes: int) -> Path:
     pattern = f"{STORE_PREFIX}*-{namespace}-*"
     for old in (*MEMORY_FS.glob(pattern), *disk.glob(pattern)):
         owner = old.name.removeprefix(STORE_PREFIX).split("-")[0]
-        if owner.isdigit() and not _is_running(int(owner)):
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
             shutil.rmtree(old, ignore_errors=True)
     fits = os.access(MEMORY_FS, os.W_OK) and shutil.disk_usage(MEMORY_FS).free > num_bytes
     parent = MEMORY_FS if fits else disk
@@ -173,16 +174,6 @@ def _pid_namespace() -> str:
     except OSError:
         namespace = ""
     return hashlib.blake2b(f"{platform.node()} {namespace}".encode(), digest_size=4).hexdigest()
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 class RecentVersions:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from tests.contract.test_engine_contract import EXAMPLES
 from tests.runtime.fake_process import FakeLauncher
-from tests.runtime.tiny import write_task
 
 from dora.config import load
 from dora.engine.backends import sglang, vllm
@@ -38,12 +37,8 @@ FITTING: dict[str, Any] = {
 
 
 @pytest.fixture
-def task(tmp_path: Path) -> Path:
-    """The tiny task without settings of DORA's own engine."""
-    path = write_task(tmp_path)
-    text = path.read_text().replace('kernels = "eager"\n', "").replace('min_step_time = "10ms"\n', "")
-    path.write_text(text)
-    return path
+def task(plain_task: Path) -> Path:
+    return plain_task
 
 
 def test_all_missing_capabilities_are_reported_with_remedies(task: Path) -> None:

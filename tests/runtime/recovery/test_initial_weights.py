@@ -31,7 +31,7 @@ def recorded(*digests: str, critic: str | None = None) -> Journal:
     """A journal in which versions with these digests were published."""
     events = [Published(version, digest) for version, digest in enumerate(digests)]
     lines = tuple(JournalLine(seq, 0.0, event) for seq, event in enumerate(events))
-    return Journal(LIMITS, 7, lines, False, critic)
+    return Journal(LIMITS, 7, critic, lines=lines, is_torn=False)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

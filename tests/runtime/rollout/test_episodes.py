@@ -80,8 +80,6 @@ class Runner:
 
     def check_deadlines(self) -> None: ...
 
-    def close(self) -> None: ...
-
 
 class Engines:
     """Engines 0 and 1 of an engine pool that records messages."""

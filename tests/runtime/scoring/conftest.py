@@ -86,6 +86,7 @@ class RewardBench:
         """With a `host`, workers use the stream as from another machine, where the storage cannot see their
         end.
         """
+        self.num_workers = sum(task.num_workers for task in tasks)
         leases = {task.name: task.lease_s() for task in tasks}
         self.stream = RunStream(self.folder / "stream", 2, tasks=leases, held_out_size=3, host=host)
         self.manager = RewardManager(
@@ -110,8 +111,10 @@ class RewardBench:
 
     def wait_until_idle(self) -> None:
         """Until all workers are ready and score no group; a worker reports after its result."""
-        while not self.manager.are_ready or any(state.activity for state in self.manager.worker_states()):
+        num_idle = 0
+        while num_idle < self.num_workers:
             self.poll()
+            num_idle = sum(state.is_ready and not state.activity for state in self.manager.worker_states())
 
     def poll(self) -> None:
         self.supervisor.poll(0.1)
@@ -129,7 +132,7 @@ class RewardBench:
         (slot,) = slots
         while (self.supervisor.silence_s(slot.worker) > MAX_SILENCE_S) != is_silent:
             self.poll()
-        workers._calls[slot].since_s -= 2 * workers._spec.timeout_s
+        workers._calls[slot].since_s -= 2 * workers._task.timeout_s
         self.manager.check_deadlines()
 
     def close(self) -> None:

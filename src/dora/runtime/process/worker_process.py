@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import psutil
 
@@ -49,6 +49,8 @@ HEARTBEAT_S = 1.0
 EXIT_CODE_S = 1.0  # wait for the exit code of a process whose channel has ended
 MAX_EXIT_CODE_S = 10.0  # the same if the process has ended
 UNKNOWN_EXIT_CODE = 255  # what multiprocessing reports once the fork server has exited
+
+T = TypeVar("T")
 
 
 class Channel(Protocol):
@@ -104,13 +106,8 @@ class WorkerInbox:
         threading.Thread(target=self._read, daemon=True).start()
 
     def receive(self, timeout_s: float | None = 0.0) -> Iterator[Any]:
-        """Yield all messages that have arrived; wait up to `timeout_s` for the first, None: without limit."""
-        try:
-            yield self._queue.get(timeout=timeout_s) if timeout_s != 0.0 else self._queue.get_nowait()
-            while True:
-                yield self._queue.get_nowait()
-        except queue.Empty:
-            return
+        """See the function `receive`."""
+        return receive(self._queue, timeout_s)
 
     def _read(self) -> None:
         try:
@@ -392,8 +389,8 @@ class WorkerState(NamedTuple):
         }
 
 
-def receive(messages: WorkerMessages, timeout_s: float) -> Iterator[tuple[Worker | None, Any]]:
-    """Yield all messages that have arrived; wait up to `timeout_s` for the first."""
+def receive(messages: queue.SimpleQueue[T], timeout_s: float | None) -> Iterator[T]:
+    """Yield all messages that have arrived; wait up to `timeout_s` for the first, None: without limit."""
     try:
         yield messages.get(timeout=timeout_s)
         while True:

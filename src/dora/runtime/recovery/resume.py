@@ -26,9 +26,10 @@ from dora.errors import InputError
 from dora.journal.extensions import Extension, find_extensions, read_extensions
 from dora.journal.reader import CONFIG_FILE, JOURNAL_FILE, Journal, explain_missing_run, read_journal
 from dora.journal.writer import file_digest
+from dora.metrics.status import driver_of
 from dora.model.pretrained import load_pretrained
 from dora.model.weights import weight_digest
-from dora.runtime.run_dir import INCOMING_PARTS, is_running
+from dora.runtime.run_dir import INCOMING_PARTS
 from dora.text import plural
 from dora.trainer.checkpoint import SNAPSHOT_FILE
 from dora.trainer.checkpoint_folders import (
@@ -85,7 +86,7 @@ def resumed_config(run: Path, overrides: Sequence[str]) -> Config:
     path = run / CONFIG_FILE
     if not path.is_file():
         raise InputError(f"--resume {explain_missing_run(run, CONFIG_FILE)}")
-    if is_running(run):
+    if driver_of(run) is not None:
         raise InputError(f"--resume {run}: this run is in progress; stop it first")
     extended = _extension_overrides(run)
     before, config = read_config(path, extended), read_config(path, [*extended, *overrides])

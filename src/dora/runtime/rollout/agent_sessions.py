@@ -34,7 +34,6 @@ from dora.runtime.rollout.episodes import (
     EpisodeReply,
     EpisodeStarted,
     PolicyTurn,
-    has_reward_tasks,
 )
 from dora.runtime.rollout.partial_outputs import SavedEpisode
 from dora.runtime.run_setup import RunSetup
@@ -295,7 +294,7 @@ class AgentSessions:
             raise ServiceError(
                 409, "the model has not generated a turn yet; post the reward after its last turn"
             )
-        if reward is None and not has_reward_tasks(self._setup.config):
+        if reward is None and not self._setup.config.reward_weights:
             raise ServiceError(400, "this run has no reward tasks; post a number")
         self._end(
             session, _end_reason(reward), EpisodeEnded(session.episode, session.answer.turn.number, reward)
@@ -347,9 +346,6 @@ class AgentSessions:
         if self._clock.now_s > self._idle_since_s + NOTICE_S and (missing := self.missing):
             self._notice(missing)
             self._idle_since_s = self._clock.now_s
-
-    def close(self) -> None:
-        """Do nothing: there are no processes."""
 
     @property
     def _new_deadline_s(self) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
@@ -40,7 +40,6 @@ from dora.runtime.rollout.episodes import (
     EpisodeReply,
     EpisodeStarted,
     PolicyTurn,
-    has_reward_tasks,
 )
 from dora.runtime.rollout.partial_outputs import SavedEpisode
 from dora.runtime.run_setup import RunSetup
@@ -59,7 +58,7 @@ class EnvSpec:
     system_prompt: str | None  # of the chat template
 
 
-# from the driver to a worker
+# from the driver to a worker, with `PolicyTurn`
 
 
 @dataclass(frozen=True)
@@ -70,15 +69,6 @@ class StartEpisode:
     row: Mapping[str, Any]
     seed: int
     state: bytes = b""
-
-
-@dataclass(frozen=True)
-class SubmitTurn:
-    """Step the environment of an episode; `num_left` more tokens fit into the episode."""
-
-    episode: EpisodeId
-    token_ids: list[int]
-    num_left: int
 
 
 @dataclass(frozen=True)
@@ -133,8 +123,8 @@ async def _run_episodes(
                     runner.restore(episode, state)
                 case StartEpisode(episode, row, seed):
                     runner.start(episode, row, seed)
-                case SubmitTurn(episode, token_ids, num_left):
-                    runner.submit_turn(episode, token_ids, num_left)
+                case PolicyTurn():
+                    runner.submit_turn(message.episode, message.token_ids, message.num_left)
                 case CancelEpisode(episode):
                     runner.cancel(episode)
 
@@ -205,7 +195,7 @@ class EnvPool:
         if (slot := self._slot_of(turn.episode)) is not None:
             self._last_turns[turn.episode] = turn.number
             self._await(slot, turn.episode)
-            slot.worker.send(SubmitTurn(turn.episode, turn.token_ids, turn.num_left))
+            slot.worker.send(replace(turn, logprobs=()))  # environments do not need them
 
     def release(self, episode: EpisodeId) -> None:
         """Cancel the episode in its worker."""
@@ -284,7 +274,7 @@ class EnvPool:
                 turn = self._last_turns[episode]
                 message = EpisodeObservation(episode, turn, tuple(token_ids), state)
             case EnvDone(reward):
-                own_reward = None if has_reward_tasks(self._setup.config) else reward
+                own_reward = None if self._setup.config.reward_weights else reward  # they score instead
                 message = EpisodeEnded(episode, self._last_turns[episode], own_reward)
             case EnvFailure(reason, detail):
                 self._log_first(f"{reason}\n{detail}")

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dora.config.schema import Config
 from dora.core.actions import Abort, Generate, Migrate
 from dora.core.events import (
     EngineLost,
@@ -158,14 +157,6 @@ class EpisodeRunner(Protocol):
 
     def check_deadlines(self) -> None:
         """Fail episodes that have timed out. The driver calls this a few times a second."""
-
-    def close(self) -> None:
-        """End the worker processes."""
-
-
-def has_reward_tasks(config: Config) -> bool:
-    """Whether the run scores responses with reward tasks. Rewards of environments are ignored then."""
-    return config.reward.function is not None or bool(config.reward_task)
 
 
 class _Part(NamedTuple):
@@ -323,10 +314,6 @@ class Episodes:
             self._restart_overdue()
         if self.runner is not None:
             self.runner.check_deadlines()
-
-    def close(self) -> None:
-        if self.runner is not None:
-            self.runner.close()
 
     def _start(self, request: RequestId, action: Generate, runner: EpisodeRunner) -> None:
         """Start another attempt at an episode; after a resume it continues if it was saved."""

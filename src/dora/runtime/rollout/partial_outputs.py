@@ -30,7 +30,6 @@ _HEADER = np.dtype([("checksum", "<u4"), ("num_bytes", "<u4")])
 _FIELDS = np.dtype(
     [("request", "<i8", 3), ("version", "<i8"), ("start", "<i8"), ("num_tokens", "<i8"), ("digest", "S128")]
 )
-_TOKEN_BYTES = 4 * (1 + NUM_LOGPROBS)
 _OUTPUT, _EPISODE, _RESTART = b"O", b"E", b"R"  # first byte of a record
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 from dora.config.schema import Config
 from dora.core.events import GroupScored, ScoringFailed
 from dora.core.types import GroupId
-from dora.curve import CurveAddress
 from dora.runtime.process import messages as m
 from dora.runtime.process.stream_workers import REPORT_INTERVAL_S, ConsumerSpec, run_consumer
 from dora.runtime.process.supervisor import Loss, Role, Slot, Supervisor
@@ -27,31 +26,12 @@ from dora.stream.metadata import NO_TIMEOUT, BatchRequest
 from dora.stream.run_stream import RunStream, reward_consumer
 from dora.stream.sample_db import TokenIds
 
-NUM_ROWS = 10_000  # collected at once at most
 MAX_SILENCE_S = 2.5 * HEARTBEAT_S  # of a worker whose call takes too long
 MAX_NAMED = 3  # groups of a worker that a status display names
 ONE_GROUP = BatchRequest()
 UNLIMITED_ROWS = 1_000_000  # per batch, where only the number of tokens is limited
 
 ScoringEvent = GroupScored | ScoringFailed
-
-
-@dataclass(frozen=True)
-class RewardWorkersSpec:
-    """`num_workers` processes called `title`, which run the task `task`.
-
-    A call may take `timeout_s`, the value of the setting `timeout_key`. Between calls a worker sends a
-    heartbeat at least every `heartbeat_timeout_s`; during a call it need not, as native code may keep the
-    thread that sends heartbeats from running.
-    """
-
-    consumer: ConsumerSpec
-    title: str
-    task: str
-    num_workers: int
-    timeout_s: float
-    timeout_key: str
-    heartbeat_timeout_s: float
 
 
 @dataclass
@@ -70,39 +50,25 @@ class RewardWorkers:
 
     def __init__(
         self,
-        spec: RewardWorkersSpec,
+        task: RewardTask,
+        stream: RunStream,
         supervisor: Supervisor,
         pending: Container[GroupId],
         complete: Callable[[str, GroupId, tuple[float, ...]], None],
         report: Callable[[m.TaskFailed], None],
         notice: Callable[[str], None],
-        clear: Callable[[Sequence[GroupId]], None],
-        evict: Callable[[str], None],
     ) -> None:
         """Start the workers. `pending` has the groups that wait for rewards.
 
         `complete` gets the task's rewards of a group, `report` groups that cannot be scored.
-
-        `clear` removes failed groups from the stream, before another worker takes them. `evict` releases the
-        leases of a stream client whose process has ended.
         """
-        self._spec, self._supervisor, self._notice = spec, supervisor, notice
+        self._task, self._stream, self._supervisor, self._notice = task, stream, supervisor, notice
         self._pending, self._complete, self._report = pending, complete, report
-        self._clear, self._evict = clear, evict
         self._retried: set[GroupId] = set()  # groups that were in a lost worker before
-        role = Role(f"{spec.title}s", heartbeat_timeout_s=spec.heartbeat_timeout_s, restarts_at_once=True)
-        self._calls = {supervisor.add(self, role, number): _Call() for number in range(spec.num_workers)}
+        role = Role(f"{task.title}s", heartbeat_timeout_s=task.heartbeat_timeout_s, restarts_at_once=True)
+        self._calls = {supervisor.add(self, role, number): _Call() for number in range(task.num_workers)}
         for slot in self._calls:
             self.restart(slot)
-
-    @property
-    def num_workers(self) -> int:
-        return len(self._calls)
-
-    @property
-    def are_ready(self) -> bool:
-        """Whether all workers have started."""
-        return all(slot.is_ready for slot in self._calls)
 
     def on_message(self, slot: Slot, worker: Worker, message: Any) -> None:
         call = self._calls[slot]
@@ -117,19 +83,19 @@ class RewardWorkers:
             case m.TaskCompleted(values):
                 call.groups, slot.has_task = (), False
                 for group, rewards in values.items():
-                    self._complete(self._spec.task, group, rewards)
+                    self._complete(self._task.name, group, rewards)
             case m.TaskFailed():
                 self._report(message)
 
     def check_deadlines(self) -> None:
         """Replace workers whose call takes too long."""
+        task = self._task
         for slot, call in self._calls.items():
-            limit_s = self._spec.timeout_s + REPORT_INTERVAL_S
+            limit_s = task.timeout_s + REPORT_INTERVAL_S
             if not call.groups or self._supervisor.clock.now_s - call.since_s <= limit_s:
                 continue
-            spec = self._spec
-            if self._supervisor.silence_s(slot.worker) > min(spec.heartbeat_timeout_s, MAX_SILENCE_S):
-                limit = f"{spec.timeout_key} = {spec.timeout_s:g} s"
+            if self._supervisor.silence_s(slot.worker) > min(task.heartbeat_timeout_s, MAX_SILENCE_S):
+                limit = f"{task.timeout_key} = {task.timeout_s:g} s"
                 reason = f"{slot.name} sent no heartbeat, and {limit} is over"
                 self._supervisor.report_lost(slot, reason, is_timeout=True)
             else:
@@ -145,33 +111,34 @@ class RewardWorkers:
         """The group is scored, or has failed."""
         self._retried.discard(group)
 
-    def on_storage_replaced(self, remote: CurveAddress | None) -> None:
-        """Connect to a new storage. Workers on its machine do so themselves; others restart with `remote`."""
-        self._spec = replace(self._spec, consumer=replace(self._spec.consumer, remote=remote))
+    def on_storage_replaced(self) -> None:
+        """Connect to a new storage. Workers on its machine do so themselves; others are replaced."""
+        if self._stream.storage.remote is None:
+            return
         for slot in self._calls:
-            if remote is not None and slot.workers and (slot.worker.node or not slot.is_ready):
+            if slot.workers and (slot.worker.node or not slot.is_ready):
                 self._replace(slot, "the sample stream has moved")
 
     def on_lost(self, slot: Slot, loss: Loss) -> None:
         """The groups are retried once, and then fail. Raises InputError or RunError without restarts left."""
         if loss.restart_in_s is None:
             raise loss.error
-        spec, groups = self._spec, self._release(slot)
+        groups = self._release(slot)
         cause = "blocked" if loss.is_timeout else "ended"
         delay = f" in {loss.restart_in_s:g} s" if loss.restart_in_s else ""
         self._notice(f"the {loss.worker.name} is replaced{delay}: {loss.reason}")
         failed = tuple(group for group in groups if group in self._retried)
         self._retried.update(groups)
         if failed:
-            failure = f"{spec.task} {cause} its process: {loss.reason}"
+            failure = f"{self._task.name} {cause} its process: {loss.reason}"
             self._clear(failed)
             self._report(m.TaskFailed(failed, failure, failure))
 
     def restart(self, slot: Slot) -> None:
-        spec = self._spec
-        name = f"{spec.title} {slot.number}" if spec.num_workers > 1 else spec.title
+        task = self._task
+        name = f"{task.title} {slot.number}" if task.num_workers > 1 else task.title
         self._calls[slot] = _Call()
-        self._supervisor.start(slot, name, run_consumer, spec.consumer)
+        self._supervisor.start(slot, name, run_consumer, task.consumer(self._stream))
 
     def end(self) -> None:
         """Kill the workers."""
@@ -184,13 +151,13 @@ class RewardWorkers:
         names = ", ".join(f"group {group}" for group in call.groups[:MAX_NAMED])
         more = f" and {len(call.groups) - MAX_NAMED} more" if len(call.groups) > MAX_NAMED else ""
         activity = f"{names}{more}, for {self._supervisor.clock.now_s - call.since_s:.1f} s"
-        return state._replace(timeout_s=self._spec.timeout_s, activity=activity)
+        return state._replace(timeout_s=self._task.timeout_s, activity=activity)
 
     def _release(self, slot: Slot) -> tuple[GroupId, ...]:
         """End the leases of a worker that has exited; returns its groups."""
         call, self._calls[slot] = self._calls[slot], _Call()
         if call.client_id:
-            self._evict(call.client_id)
+            self._stream.evict(call.client_id)
         return call.groups
 
     def _replace(self, slot: Slot, reason: str) -> None:
@@ -203,16 +170,25 @@ class RewardWorkers:
 
     def _on_call_timed_out(self, slot: Slot) -> None:
         """Replace a worker that runs, but whose call takes too long."""
-        groups, spec = self._calls[slot].groups, self._spec
-        reason = f"{spec.task} took longer than {spec.timeout_key} = {spec.timeout_s:g}"
+        groups, task = self._calls[slot].groups, self._task
+        reason = f"{task.name} took longer than {task.timeout_key} = {task.timeout_s:g}"
         self._clear(groups)
         self._replace(slot, reason)
         self._report(m.TaskFailed(groups, reason, reason))
 
+    def _clear(self, groups: Iterable[GroupId]) -> None:
+        """Remove failed groups from the stream. The trainer reads those that were scored meanwhile."""
+        self._stream.clear([group for group in groups if group in self._pending])
+
 
 @dataclass(frozen=True)
 class RewardTask:
-    """A reward function, its number of processes, the size of their batches, and its weight in the sum."""
+    """A reward function, its number of processes, the size of their batches, and its weight in the sum.
+
+    A call may take `timeout_s`, the value of the setting `timeout_key`. Between calls a worker sends a
+    heartbeat at least every `heartbeat_timeout_s`; during a call it need not, as native code may keep the
+    thread that sends heartbeats from running.
+    """
 
     reward: RewardSpec
     timeout_s: float
@@ -225,6 +201,11 @@ class RewardTask:
     @property
     def name(self) -> str:
         return self.reward.name
+
+    @property
+    def title(self) -> str:
+        """What its processes are called."""
+        return "reward worker" if self.name == REWARD else self.name
 
     @property
     def is_external(self) -> bool:
@@ -253,23 +234,14 @@ class RewardTask:
             supervisor.messages,
         )
 
-    def workers_spec(self, stream: RunStream) -> RewardWorkersSpec:
+    def consumer(self, stream: RunStream) -> ConsumerSpec:
         """Its processes, as consumers of a stream."""
-        consumer = ConsumerSpec(
+        return ConsumerSpec(
             reward_consumer(self.name),
             stream.folder,
             partial(RewardWorker, self.reward),
             self.batch_request,
             stream.storage.remote,
-        )
-        return RewardWorkersSpec(
-            consumer,
-            title="reward worker" if self.name == REWARD else self.name,
-            task=self.name,
-            num_workers=self.num_workers,
-            timeout_s=self.timeout_s,
-            timeout_key=self.timeout_key,
-            heartbeat_timeout_s=self.heartbeat_timeout_s,
         )
 
 
@@ -334,28 +306,12 @@ class RewardManager:
         }
         self._workers = [
             RewardWorkers(
-                task.workers_spec(stream),
-                supervisor,
-                self._pending,
-                self._on_completed,
-                self._on_failed,
-                notice,
-                self._clear,
-                stream.evict,
+                task, stream, supervisor, self._pending, self._on_completed, self._on_failed, notice
             )
             for task in tasks
             if not task.is_external
         ]
         self._scorers: list[RewardWorkers | ExternalRewards] = [*self._workers, *self.external.values()]
-
-    @property
-    def are_ready(self) -> bool:
-        """Whether all workers have started."""
-        return all(workers.are_ready for workers in self._workers)
-
-    @property
-    def num_workers(self) -> int:
-        return sum(workers.num_workers for workers in self._workers)
 
     def pop_task_rewards(self, group: GroupId) -> dict[str, tuple[float, ...]]:
         """The rewards of each task for a group just scored; empty with a single task. Returned once."""
@@ -369,7 +325,7 @@ class RewardManager:
     def on_storage_replaced(self) -> None:
         """Let all tasks score the unfinished groups again; the new storage already has their rows."""
         for workers in self._workers:
-            workers.on_storage_replaced(self._stream.storage.remote)
+            workers.on_storage_replaced()
         for external in self.external.values():
             external.on_storage_replaced()
         self._completed.clear()
@@ -436,10 +392,6 @@ class RewardManager:
                 self.first_failure = self.first_failure or f"{failure.reason}\n{failure.detail}"
                 self._finish(group)
                 self._report(ScoringFailed(group, failure.reason))
-
-    def _clear(self, groups: Iterable[GroupId]) -> None:
-        """Remove failed groups from the stream. The trainer reads those that were scored meanwhile."""
-        self._stream.clear([group for group in groups if group in self._pending])
 
     def _finish(self, group: GroupId) -> None:
         """Finish a group whose event is reported; the responses to held-out prompts are no longer needed."""
