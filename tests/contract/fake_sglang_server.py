@@ -33,7 +33,6 @@ class FakeSglangServer(FakeServer):
     replays: the name of the answer; "aborted" continues after its first event when the request is aborted.
     no_digest: do not report the digest of loaded weights.
     rejected_loads: reject this many loads.
-    holds_loads: a `threading.Event` that a load waits for.
     version: report this version of SGLang.
     plugins: report this of DORA-RL's plugins.
     """
@@ -98,8 +97,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def _load(self, body: dict[str, Any]) -> None:
         server = self.server
-        if "holds_loads" in server.faults:
-            server.faults["holds_loads"].wait()
         if server.faults.get("rejected_loads"):
             server.faults["rejected_loads"] -= 1
             return self._send_recorded("bad load")

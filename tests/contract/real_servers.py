@@ -25,6 +25,7 @@ from tests.contract.lora import RANK, lora_weights
 from tests.docs.blocks import ROOT, commands
 from tests.runtime.running import dora, journal, metrics, settings, summary, wait_until, wait_until_gone
 
+from dora.engine.backends import http_engine
 from dora.engine.backends.server_plugins.dora_kv_files import HEADER_BYTES
 from dora.engine.backends.sglang import Sglang
 from dora.engine.backends.vllm import NIXL_LEASE_S, Vllm, VllmLora
@@ -323,10 +324,38 @@ def test_kv_that_is_damaged_after_the_import_is_committed_is_prefilled_again(tmp
 
 
 @pytest.mark.timeout(600)
+def test_a_server_generates_between_the_parts_of_a_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of the old version go on, and the new one's log-probs are those of its weights."""
+    monkeypatch.setattr(http_engine, "LOAD_PART_BYTES", 2**12)
+    config = replace(CONFIG, max_position_embeddings=LONG_CONTEXT)
+    save_pretrained(tmp_path / "model", config, version_weights(0))
+    old, new = make_request(0, max_tokens=LONG_CONTEXT - 9), make_request(1, version=1, max_tokens=99)
+    with closing(make_long_server(tmp_path, 0, 2)) as engine:
+        engine.load(0, version_weights(0))
+        driver = MigrationDriver(tmp_path)
+        submit(driver, engine, old)
+        before = engine.progress()[old.id]
+        loading = engine._start_load(1, lambda label: engine._send_weights(label, version_weights(1)))
+        while not loading.done():
+            engine.step()
+        assert engine.progress()[old.id] > before
+        assert engine.activate(1, loading.result()) == weight_digest(version_weights(1))
+        check_logprobs(finish(driver, engine, old))
+        engine.submit([new])
+        check_logprobs(finish(driver, engine, new))
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not Engine.capabilities.tensor_parallel, reason="a server has one worker")
 def test_servers_of_two_workers_move_kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each worker has half of the model and of the KV. If one cannot read its KV, both prefill."""
+    """Each worker has half of the model and of the KV. If one cannot read its KV, both prefill.
+
+    Versions are loaded in several parts.
+    """
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+    monkeypatch.setattr(http_engine, "LOAD_PART_BYTES", 2**13)
     save_pretrained(
         tmp_path / "model", replace(CONFIG, max_position_embeddings=LONG_CONTEXT), version_weights(0)
     )

@@ -677,7 +677,8 @@ def test_a_server_with_one_slot_schedules_as_sglang(make: Make) -> None:
 @pytest.fixture
 def weights_file(tmp_path: Path) -> Path:
     path = tmp_path / "weights"
-    save_file({f"w{number}": torch.full((2,), float(number)) for number in range(4)}, path)
+    names = ("embedding.weight", *(f"layers.{n}.{name}" for n in range(2) for name in ("up", "down")))
+    save_file({name: torch.full((2,), float(number)) for number, name in enumerate(names)}, path)
     return path
 
 
@@ -699,6 +700,7 @@ def load(module: Any, weights_file: Path) -> Load:
         manager = SimpleNamespace(
             scheduler=scheduler,
             flush_cache_after_weight_update=lambda request, is_done, message: (is_done, message + " flushed"),
+            _observe_weight_load=nullcontext,
         )
         manifest = {module.LOADED_KEY: [*kept], module.PART_KEY: [part, num_parts]}
         output = module.load_part(
@@ -722,27 +724,36 @@ def test_a_load_replaces_a_version_that_is_not_kept(make: Make, load: Load, weig
 
 
 def test_a_version_is_loaded_in_parts_between_steps(make: Make, load: Load) -> None:
-    """It is usable after the last part."""
-    scheduler = make("a", "")
-    add(scheduler, Req("a1", "a"))
-    assert load(scheduler, "b", "a", part=0, num_parts=2) == (True, "")
-    assert scheduler.step() == ["a1"]
-    assert [slot.version for slot in scheduler._slots] == ["a", ""]
-    assert load(scheduler, "b", "a", part=1, num_parts=2)[0]
-    assert [slot.version for slot in scheduler._slots] == ["a", "b"]
-    assert ModelLoader.loaded == {"model ": ["w0", "w1", "w2", "w3"]}
+    """A part has whole layers, whose weights a loader may fuse. The version is usable after the last one."""
+    scheduler = make("", "a")
+    assert load(scheduler, "b", "a", part=0, num_parts=3) == (True, "")
+    assert load(scheduler, "b", "a", part=1, num_parts=3) == (True, "")
+    assert [sorted(names) for names in ModelLoader.open.values()] in (
+        [["embedding.weight", "layers.0.down", "layers.0.up"]],
+        [["layers.0.down", "layers.0.up", "layers.1.down", "layers.1.up"]],
+    )
+    add(scheduler, Req("a1", "a", max_new_tokens=1), Req("health", None, max_new_tokens=1))
+    assert sorted([scheduler.step(), scheduler.step()]) == [["a1"], ["health"]]
+    assert {model for model, _ in scheduler.computed} == {"model a"}, "not that which is being loaded"
+    assert [slot.version for slot in scheduler._slots] == ["", "a"]
+    assert load(scheduler, "b", "a", part=2, num_parts=3)[0]
+    assert [slot.version for slot in scheduler._slots] == ["b", "a"]
+    assert {model: len(names) for model, names in ModelLoader.loaded.items()} == {"model ": 5}
 
 
 def test_a_load_that_fails_or_is_given_up_leaves_the_slot_free(
     make: Make, load: Load, tmp_path: Path
 ) -> None:
-    scheduler = make("a", "")
+    scheduler, missing = make("a", ""), tmp_path / "missing"
     assert load(scheduler, "b", "a", part=0, num_parts=2) == (True, "")
     assert load(scheduler, "c", "a", part=0, num_parts=2) == (True, "")
-    is_done, message = load(scheduler, "c", "a", part=1, num_parts=2, path=tmp_path / "missing")
-    assert not is_done
-    assert "No such file" in message
-    assert not load(scheduler, "c", "a", part=1, num_parts=2)[0]
+    for part, path, reason in [(1, missing, "expected part 1 of"), (1, None, "an earlier part of this load")]:
+        options = {} if path is None else {"path": path}
+        is_done, message = load(scheduler, "c", "a", part=part, num_parts=2, **options)
+        assert (is_done, reason in message) == (False, True), message
+    assert not load(scheduler, "c", "a", path=missing)[0]
+    assert load(scheduler, "c", "a", part=0, num_parts=3) == (True, "")
+    assert "expected part 1 of" in load(scheduler, "c", "a", part=2, num_parts=3)[1]
     assert ([slot.version for slot in scheduler._slots], ModelLoader.open) == (["a", ""], {})
     assert load(scheduler, "d", "a")[0]
     assert [slot.version for slot in scheduler._slots] == ["a", "d"]
@@ -762,7 +773,7 @@ def test_a_load_by_another_client_is_refused(make: Make, module: Any) -> None:
     """Responses would name weights that did not generate them."""
     request = params(weight_version="b", model_path="folder", manifest=None)
     output = module.load_part(SimpleNamespace(scheduler=make("a", "")), request)
-    assert (output.success, output.message) == (False, "KeyError: 'dora_part'")
+    assert (output.success, output.message) == (False, "only DORA-RL's engine loads weights here")
 
 
 def test_a_load_never_replaces_a_version_of_unfinished_requests(make: Make) -> None:

@@ -68,6 +68,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A `VersionScheduler` whose base class is `Scheduler`."""
     names = {
         "vllm.config": ["set_current_vllm_config"],
+        "vllm.model_executor.layers": ["rotary_embedding"],
         "vllm.model_executor.model_loader": ["get_model"],
         "vllm.model_executor.model_loader.reload": [
             "finalize_layerwise_reload",

@@ -38,10 +38,10 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "'gpt2' is not supported: the own decoder computes llama, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, "'gpt2' is not supported: DORA-RL's decoder computes llama, qwen2, qwen3"),
         ({"model_type": "mistral"}, "'mistral' with sliding_window = 4096 is not supported: every layer"),
         ({"model_type": "mistral", "sliding_window": 512}, "sliding_window = 512 is not supported: every"),
-        ({"model_type": "mistral3"}, "'mistral3' is not supported: the own decoder computes llama"),
+        ({"model_type": "mistral3"}, "'mistral3' is not supported: DORA-RL's decoder computes llama"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window = True"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = .* the whole context"),

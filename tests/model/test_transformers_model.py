@@ -58,7 +58,10 @@ def request(number: int, prompt: tuple[int, ...], sampling: SamplingParams) -> R
             "has a vision_config, and only qwen2_vl, .*more than text",
         ),
         ({"quantization_config": {"quant_method": "fp8"}}, "is not supported"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+            "rope_type = 'dynamic' is not supported: keys would depend on the sequence length",
+        ),
         ({"head_dim": 7}, "an invalid value: .* even"),
     ],
 )

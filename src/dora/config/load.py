@@ -104,7 +104,7 @@ def parse_config(tables: Mapping[str, Any]) -> Config:
 def read_run_config(run: Path) -> Config:
     """The configuration in the folder of a run; paths in it need not exist any more.
 
-    Raises DamagedRunError for a file that the run has not written, ConfigError for keys that cannot work.
+    Raises DamagedRunError if the file is missing or damaged, ConfigError for keys that cannot work.
     """
     path = run / "config.toml"
     try:

@@ -85,9 +85,9 @@ def driver_of(run: Path) -> psutil.Process | None:
     """The process that drives the run in a folder, if it is alive and on this machine."""
     try:
         driver = json.loads((run / DRIVER_FILE).read_bytes())
-    except (OSError, ValueError):
+        return psutil.Process(driver["pid"]) if is_alive(driver["pid"], driver["created_s"]) else None
+    except (OSError, ValueError, psutil.NoSuchProcess):  # it may exit at any time
         return None
-    return psutil.Process(driver["pid"]) if is_alive(driver["pid"], driver["created_s"]) else None
 
 
 def describe_waits(waits: Iterable[WaitEdge], now_s: float) -> list[str]:

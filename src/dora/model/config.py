@@ -346,7 +346,7 @@ def _check_supported(raw: Mapping[str, Any]) -> None:
         "quantization_config": (not raw.get("quantization_config"), "use the bf16, fp16 or fp32 checkpoint"),
         "model_type": (
             raw.get("model_type") in _ARCHITECTURES,
-            f"the own decoder computes {', '.join(_ARCHITECTURES)}",
+            f"DORA-RL's decoder computes {', '.join(_ARCHITECTURES)}",
         ),
         "hidden_act": (raw.get("hidden_act", "silu") == "silu", "the activation must be 'silu'"),
         "use_sliding_window": (not raw.get("use_sliding_window"), attends_to_all),

@@ -46,8 +46,9 @@ def _parse_config(folder: Path, raw: dict[str, Any]) -> ModelConfig:
     try:
         return ModelConfig.from_dict(raw)
     except UnsupportedModelError:
-        if not transformers_model.is_exact(raw):
+        if raw.get("quantization_config"):
             raise
+        transformers_model.check_exact(raw)
         return transformers_model.read_config(folder, raw)
     except KeyError as error:
         raise ModelError(f"{path}: the key {error} is missing; copy or save the model again") from error

@@ -42,15 +42,19 @@ BLANK = 0  # in place of the id of an image
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-def is_exact(raw: Mapping[str, Any]) -> bool:
-    """Whether transformers would compute a model, with this `config.json`, equally in trainer and engines.
+def check_exact(raw: Mapping[str, Any]) -> None:
+    """Raise ModelError if transformers would compute a model differently in trainer and engines.
 
-    Not if keys depend on the length of the sequence, or if weights are quantized.
+    `raw` is its `config.json`. Keys must not depend on the length of the sequence.
     """
     text = raw.get("text_config") or raw
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type"))
-    return kind not in LENGTH_DEPENDENT_ROPE and not raw.get("quantization_config")
+    if kind in LENGTH_DEPENDENT_ROPE:
+        raise ModelError(
+            f"config.json: rope_type = {kind!r} is not supported: keys would depend on the sequence length; "
+            "set 'default' if the original context is enough, or use another model"
+        )
 
 
 def read_config(folder: Path, raw: Mapping[str, Any]) -> TransformersConfig:

@@ -99,9 +99,9 @@ class WeightLayout:
     returns their fused matrix as a view.
     """
 
-    def __init__(self, model: ModelConfig | Shapes) -> None:
-        """`model` has the shapes in the order of the buffer, or a config of which they follow."""
-        self.shapes = parameter_shapes(model) if isinstance(model, ModelConfig) else model
+    def __init__(self, source: ModelConfig | Shapes) -> None:
+        """`source` is the config of a model, or the shapes in the order of the buffer."""
+        self.shapes = parameter_shapes(source) if isinstance(source, ModelConfig) else source
         self.offsets: dict[str, int] = {}
         self.numel = 0
         for name, shape in self.shapes.items():

@@ -302,7 +302,10 @@ def learning_rate(
 
 @contextmanager
 def rollback_on_error(*snapshots: Callable[[], Callable[[], None]]) -> Iterator[None]:
-    """Make snapshots, and restore them if the block raises. Each returns the function that restores it."""
+    """Restore states if the block raises.
+
+    Each of `snapshots` copies a state to host memory, and returns the function that restores it.
+    """
     restores = [snapshot() for snapshot in snapshots]
     try:
         yield

@@ -1,11 +1,10 @@
 """An inference engine behind an HTTP server: token ids in, token ids and log-probs out.
 
-A subclass implements the calls of one kind of server. One thread reads each response. The server holds one
-version at a time, unless the subclass supports several, and its weights change only while it generates
-nothing. Running requests migrate: the tokens generated so far become part of the prompt, which the server
-prefills unless it imports the KV. So do those of a request whose engine was lost, and the next turn of an
-episode, of which the server's prefix cache has most. With `inflight_update`, running requests continue with
-each newer version, as in DORA-RL's own engine.
+A subclass implements the calls of one kind of server. One thread reads each response. The weights of a server
+with one version slot change only while it generates nothing. Running requests migrate: the tokens generated
+so far become part of the prompt, which the server prefills unless it imports the KV. So do those of a request
+whose engine was lost, and the next turn of an episode, of which the server's prefix cache has most. With
+`inflight_update`, running requests continue with each newer version, as in DORA-RL's own engine.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ r"""SGLang as an inference engine.
     options = { python = "/path/to/sglang/bin/python" }
 
 The engine starts a server and stops it, or uses one that is already running (`url`). The server reads the
-file of a version in the weight store, and generates nothing meanwhile. It returns the digest of what it has
-read, and with each response which weights generated its tokens.
+file of a version in the weight store. With one version slot it generates nothing meanwhile; with several it
+reads the file in parts, and generates in between. It returns the digest of what it has read, and with each
+response which weights generated its tokens.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class RequestSnapshot(NamedTuple):
     exported_kv: ExportedKV | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle arrays as bytes, which costs a fifth."""
+        """Pickle arrays as bytes: this takes a fifth of the time that arrays take."""
         output = self.output
         columns = (
             np.asarray(output.token_ids, np.int64).tobytes(),

@@ -6,8 +6,10 @@ That process has no package `dora`, so the file `dora/model/digest.py` is loaded
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,14 +45,38 @@ def safetensors_digest(path: str) -> str:
     return digest
 
 
-def read_part(path: str, part: int, num_parts: int) -> Iterator[tuple[str, Any]]:
-    """The tensors of one of `num_parts` parts of a safetensors file, with their names."""
-    from safetensors import safe_open
+class FileLoad:
+    """A load of a version's file in parts. A thread computes the digest of its data meanwhile."""
 
-    with safe_open(path, "pt") as stored:
-        names = stored.offset_keys()
-        for name in names[len(names) * part // num_parts : len(names) * (part + 1) // num_parts]:
-            yield name, stored.get_tensor(name)
+    def __init__(self, path: str) -> None:
+        self.path, self._next_part = path, 0
+        thread = ThreadPoolExecutor(1)
+        self._digest = thread.submit(safetensors_digest, path)
+        thread.shutdown(wait=False)  # it ends after this
+
+    def read_part(self, path: str, part: int, num_parts: int) -> Iterator[tuple[str, Any]]:
+        """The tensors of a part, with their names. A part has whole layers, whose tensors loaders may fuse.
+
+        Raises RuntimeError for a part of another file, or out of order.
+        """
+        from safetensors import safe_open
+
+        if (path, part) != (self.path, self._next_part):
+            raise RuntimeError(f"part {part} of {path}: expected part {self._next_part} of {self.path}")
+        with safe_open(path, "pt") as stored:
+            layers = [[*names] for _, names in groupby(stored.offset_keys(), _layer_of)]
+            for names in layers[len(layers) * part // num_parts : len(layers) * (part + 1) // num_parts]:
+                yield from ((name, stored.get_tensor(name)) for name in names)
+        self._next_part += 1
+
+    def digest(self) -> str:
+        return self._digest.result()
+
+
+def _layer_of(name: str) -> str:
+    """The first part of a tensor's name, which ends with the number of its layer; a name without: itself."""
+    match = re.match(r".*?\.\d+\.", name)
+    return match[0] if match else name
 
 
 class StreamDigest:

@@ -22,7 +22,6 @@ import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,11 +112,18 @@ def load_slots(load_model: Callable[[Any], None]) -> Callable[[Any], None]:
 def load_part(manager: Any, request: Any) -> Any:
     """Load a part of a version's file, in place of SGLang's own `update_weights_from_disk`.
 
-    The message has the digest of the file's data with the last part. SGLang takes steps between two parts.
+    After the last part, the message has the digest of the file's data. SGLang takes steps between two parts.
     """
-    scheduler = manager.scheduler
-    is_done, message = scheduler.load_part(request.weight_version, request.model_path, request.manifest or {})
-    if is_done and message:
+    scheduler, manifest = manager.scheduler, request.manifest or {}
+    if PART_KEY not in manifest:
+        return UpdateWeightFromDiskReqOutput(
+            success=False, message="only DORA-RL's engine loads weights here"
+        )
+    with manager._observe_weight_load("disk"):
+        is_done, message = scheduler.load_part(request.weight_version, request.model_path, manifest)
+    if not is_done:
+        logger.error("version %s is not loaded: %s", request.weight_version, message)
+    elif message:
         scheduler.record_weight_version_change(request.weight_version)
         is_done, message = manager.flush_cache_after_weight_update(
             request, is_done, f"{DIGEST_PREFIX}{message}."
@@ -144,8 +150,7 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         self.runner = self.tp_worker.model_runner
         self._slots: list[Slot] = self.runner.dora_slots
         self._device = torch.device(self.runner.device)
-        self._loading: Slot | None = None
-        self._thread, self._digest = ThreadPoolExecutor(1), Future[str]()
+        self._loading: tuple[Slot, Any] | None = None  # and the `FileLoad`
         if len(self._slots) > 1:
             self._check_steps_use_the_model()
         self._num_workers = self._count_workers()
@@ -182,32 +187,35 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         """Load one of several parts of a version's file into a free slot.
 
         Of the loaded versions, only those in the manifest stay. Returns whether all workers have loaded the
-        part, and the digest of the file's data with the last part, which makes the version usable; else "".
-        If a load fails, returns the reason.
+        part, and a text. After the last part this is the digest of the file's data, and the version is
+        usable. After other parts it is empty. If the load fails, it is the reason, and the slot is free.
         """
-        slot, digest, failure = None, "", ""
+        digest = failure = ""
         try:
             part, num_parts = manifest[PART_KEY]
             if part == 0:
                 self._start_load(path, manifest[LOADED_KEY])
-            if (slot := self._loading) is None:
+            if self._loading is None:
                 raise RuntimeError("an earlier part of this load has failed")
-            weights = dora_digest.read_part(path, part, num_parts)
+            slot, load = self._loading
             with set_default_torch_dtype(self.model_config.dtype):
+                weights = load.read_part(path, part, num_parts)
                 DefaultModelLoader.load_weights_only(slot.model, weights, self._device)
             if part + 1 == num_parts:
-                digest = self._digest.result()
+                self._end_load()
+                digest = load.digest()
         except Exception as error:  # of the model's own loader
             failure = f"{type(error).__name__}: {error}"
         results = self.of_all_workers((digest, failure))
         failures = [failure for _, failure in results if failure]
         if not failures and len({*results}) > 1:
             failures = [f"the workers have read different weights: {[digest for digest, _ in results]}"]
-        if failures or digest:
+        if failures:
             self._end_load()
-        if slot is not None and digest and not failures:
+            return False, "; ".join(failures)
+        if digest:
             slot.version, self.weight_digests[label] = label, digest
-        return not failures, "; ".join(failures) or digest
+        return True, digest
 
     def _start_load(self, path: str, loaded: Container[str]) -> None:
         """Raises RuntimeError if there is no free slot, or SGLang cannot change this model's weights."""
@@ -218,16 +226,16 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         self.runner.weight_updater._assert_weight_cache_inactive("a load")
         if (reason := _unsupported_derived_weight_cache_error(slot.model)) is not None:
             raise RuntimeError(reason)
-        self._loading, self._digest = slot, self._thread.submit(dora_digest.safetensors_digest, path)
+        self._loading = slot, dora_digest.FileLoad(path)
         with set_default_torch_dtype(self.model_config.dtype):
             DefaultModelLoader.restore_weights_before_loading(slot.model, self._device)
 
     def _end_load(self) -> None:
         """Finish a load, complete or not, so that the next one finds a model as SGLang expects it."""
         if self._loading is not None:
-            model, self._loading = self._loading.model, None
+            (slot, _), self._loading = self._loading, None
             with set_default_torch_dtype(self.model_config.dtype):
-                DefaultModelLoader.postprocess_weights(model, self._device)
+                DefaultModelLoader.postprocess_weights(slot.model, self._device)
 
     def free_slot(self, loaded: Container[str]) -> Slot | None:
         """A slot without one of the `loaded` versions, which no request uses; None if there is none."""
@@ -329,8 +337,9 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         """Raises RuntimeError, which ends the server, if the batch is not of one loaded version."""
         if len(self._slots) > 1:
             labels = {_label_of(request) for request in batch.reqs}
+            usable = [slot for slot in self._slots if not self._loading or slot is not self._loading[0]]
             names_no_version = labels == {""}  # as SGLang's own requests
-            slot = next((slot for slot in self._slots if names_no_version or {slot.version} == labels), None)
+            slot = next((slot for slot in usable if names_no_version or {slot.version} == labels), None)
             if slot is None:
                 loaded = [slot.version for slot in self._slots]
                 raise RuntimeError(f"a batch is of versions {sorted(labels)}; loaded: {loaded}")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 from dora_version_turns import VersionTurns  # type: ignore[import-not-found]
 from dora_vllm import KEEP, WorkerExtension  # type: ignore[import-not-found]
 from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
+from vllm.model_executor.layers import rotary_embedding  # type: ignore[import-not-found]
 from vllm.model_executor.model_loader import get_model  # type: ignore[import-not-found]
 from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not-found]
     finalize_layerwise_reload,
@@ -64,9 +64,7 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
                 f"the device has no memory for weights of {num_slots} versions: lower engine.version_slots"
             ) from error
         self._active = self._slots[0]
-        self._loading: Slot | None = None
-        self._thread = ThreadPoolExecutor(1)
-        self._digest: Future[str]
+        self._loading: tuple[Slot, Any] | None = None  # and the `FileLoad`
         if not current_platform.is_cpu():
             self.model_runner.model_memory_usage *= num_slots  # vLLM sizes the KV cache by it
 
@@ -74,6 +72,7 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
         compilation = self.vllm_config.compilation_config
         before = compilation.static_forward_context, [*compilation.static_all_moe_layers]
         compilation.static_forward_context = {}  # the names are those of the first model
+        rotary_embedding._ROPE_DICT.clear()  # models would share modules, which have no data during a load
         try:
             with set_current_vllm_config(self.vllm_config):
                 return Slot(get_model(vllm_config=self.vllm_config), compilation.static_forward_context)
@@ -95,20 +94,20 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
     def dora_load_part(self, version: str, path: str, part: int, num_parts: int) -> str:
         """Load one of `num_parts` parts of a version's file into a free slot. Other slots work in between.
 
-        Returns the digest of the file's data with the last part, which makes the version usable; else "".
+        After the last part, the version is usable. Returns the digest of the file's data then, else "".
         """
         if part == 0:
             self._end_load()  # one that was given up
             slot = next((slot for slot in self._slots if not slot.version), None)
             if slot is None:
                 raise RuntimeError(f"no free slot for {version}: {[slot.version for slot in self._slots]}")
-            self._loading, self._digest = slot, self._thread.submit(dora_digest.safetensors_digest, path)
+            self._loading = slot, dora_digest.FileLoad(path)
             initialize_layerwise_reload(slot.model)
-        slot = self._loading
-        assert slot is not None
+        assert self._loading is not None, "an earlier part of this load has failed"
+        slot, load = self._loading
         try:
             with set_current_vllm_config(self.vllm_config):
-                slot.model.load_weights(dora_digest.read_part(path, part, num_parts))
+                slot.model.load_weights(load.read_part(path, part, num_parts))
         except BaseException:
             self._end_load()
             raise
@@ -116,16 +115,16 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
             return ""
         self._end_load()
         self.pack_head(slot.model)
-        digest: str = self.record_digest(version, self._digest.result())
+        digest: str = self.record_digest(version, load.digest())
         slot.version = version
         return digest
 
     def _end_load(self) -> None:
         """Finish a load, complete or not. vLLM would add the tensors of the next one to those of this one."""
         if self._loading is not None:
+            (slot, _), self._loading = self._loading, None
             with set_current_vllm_config(self.vllm_config):
-                finalize_layerwise_reload(self._loading.model, self.model_config)
-            self._loading = None
+                finalize_layerwise_reload(slot.model, self.model_config)
 
     def dora_drop_version(self, version: str) -> None:
         """Free the slot of a version that has no unfinished requests, if a slot has it."""
