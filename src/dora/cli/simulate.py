@@ -7,6 +7,7 @@ The options that commands share come first, as types named after the parameter.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,203 +20,112 @@ if TYPE_CHECKING:
     from dora.planner.calibrate import RecordedRun
     from dora.planner.lengths import LengthDistribution
 
-WORKLOAD, RESPONSES, LAYOUT, OUTPUT = "Workload", "Responses", "Layout", "Output"  # panels of the help
+# One for each panel of the help.
+_workload = partial(typer.Option, rich_help_panel="Workload")
+_responses = partial(typer.Option, rich_help_panel="Responses")
+_layout = partial(typer.Option, rich_help_panel="Layout")
+_output = partial(typer.Option, rich_help_panel="Output")
 PROMPT_LENGTH = 110  # tokens, without another source
 
-Model = Annotated[
-    str, typer.Option(help="Name of a preset; an unknown name lists them.", rich_help_panel=WORKLOAD)
-]
-BatchSize = Annotated[int, typer.Option(help="Groups per training step.", rich_help_panel=WORKLOAD)]
-GroupSize = Annotated[int, typer.Option(help="Answers per group.", rich_help_panel=WORKLOAD)]
-Context = Annotated[
-    int, typer.Option(help="Maximum context of the model (tokens).", rich_help_panel=WORKLOAD)
-]
-Reward = Annotated[float, typer.Option(min=0, help="Time to score a group (s).", rich_help_panel=WORKLOAD)]
+Model = Annotated[str, _workload(help="Name of a preset; an unknown name lists them.")]
+BatchSize = Annotated[int, _workload(help="Groups per training step.")]
+GroupSize = Annotated[int, _workload(help="Answers per group.")]
+Context = Annotated[int, _workload(help="Maximum context of the model (tokens).")]
+Reward = Annotated[float, _workload(min=0, help="Time to score a group (s).")]
 ExpertSkew = Annotated[
     float,
-    typer.Option(
-        min=0,
-        help="Relative excess load of the busiest expert-parallel rank, beyond random imbalance.",
-        rich_help_panel=WORKLOAD,
+    _workload(
+        min=0, help="Relative excess load of the busiest expert-parallel rank, beyond random imbalance."
     ),
 ]
-Mean = Annotated[
-    float | None,
-    typer.Option(help="Mean length of a response (tokens).", show_default="2300", rich_help_panel=RESPONSES),
-]
-Limit = Annotated[int, typer.Option(help="Maximum length of a response (tokens).", rich_help_panel=RESPONSES)]
+Mean = Annotated[float | None, _responses(help="Mean length of a response (tokens).", show_default="2300")]
+Limit = Annotated[int, _responses(help="Maximum length of a response (tokens).")]
 Family = Annotated[
-    str | None,
-    typer.Option(
-        help="Distribution of the lengths: lognormal or pareto.",
-        show_default="lognormal",
-        rich_help_panel=RESPONSES,
-    ),
+    str | None, _responses(help="Distribution of the lengths: lognormal or pareto.", show_default="lognormal")
 ]
 Tail = Annotated[
     float | None,
-    typer.Option(
-        help="Tail of the lengths: sigma of the lognormal, or alpha of the Pareto.",
-        show_default="1.2",
-        rich_help_panel=RESPONSES,
+    _responses(
+        help="Tail of the lengths: sigma of the lognormal, or alpha of the Pareto.", show_default="1.2"
     ),
 ]
 Trace = Annotated[
     Path | None,
-    typer.Option(
+    _responses(
         metavar="CSV|RUN",
         help="Take lengths from the --column of a CSV file, or from the responses of a run.",
-        rich_help_panel=RESPONSES,
     ),
 ]
 Column = Annotated[
-    str | None,
-    typer.Option(
-        help="Column of the CSV file with the lengths.",
-        show_default="GeneratedTokens",
-        rich_help_panel=RESPONSES,
-    ),
+    str | None, _responses(help="Column of the CSV file with the lengths.", show_default="GeneratedTokens")
 ]
-Correlation = Annotated[
-    float,
-    typer.Option(help="Correlation of the lengths within a group, 0 to 1.", rich_help_panel=RESPONSES),
-]
-Growth = Annotated[
-    float,
-    typer.Option(help="Relative growth of the lengths per step; 0.01: 1 %.", rich_help_panel=RESPONSES),
-]
+Correlation = Annotated[float, _responses(help="Correlation of the lengths within a group, 0 to 1.")]
+Growth = Annotated[float, _responses(help="Relative growth of the lengths per step; 0.01: 1 %.")]
 Prompt = Annotated[
     int | None,
-    typer.Option(
-        help="Length of all prompts (tokens).",
-        show_default="110, or the column ContextTokens of the trace",
-        rich_help_panel=RESPONSES,
+    _responses(
+        help="Length of all prompts (tokens).", show_default="110, or the column ContextTokens of the trace"
     ),
 ]
 PromptColumn = Annotated[
     str | None,
-    typer.Option(
+    _responses(
         metavar="NAME",
         help="Column of the trace with the length of each row's prompt.",
         show_default="ContextTokens, if the file has it",
-        rich_help_panel=RESPONSES,
     ),
 ]
-Turns = Annotated[
-    int, typer.Option(help="Turns per episode, all of equal length.", rich_help_panel=RESPONSES)
-]
-TurnDelay = Annotated[
-    float, typer.Option(help="Environment time between two turns (s).", rich_help_panel=RESPONSES)
-]
-Policies = Annotated[
-    str,
-    typer.Option(
-        help="Update policies, separated by commas; an unknown name lists them.", rich_help_panel=LAYOUT
-    ),
-]
-DeviceName = Annotated[
-    str,
-    typer.Option("--device", help="H800, H100, H200, A100, 910B or CPU.", rich_help_panel=LAYOUT),
-]
-NumDevices = Annotated[
-    int,
-    typer.Option("--devices", min=1, help="Devices for training and rollout.", rich_help_panel=LAYOUT),
-]
-Bounds = Annotated[
-    str,
-    typer.Option("--staleness", "-S", help="Staleness bounds, separated by commas.", rich_help_panel=LAYOUT),
-]
-MaxStaleness = Annotated[
-    int, typer.Option("--staleness", "-S", help="Largest staleness bound.", rich_help_panel=LAYOUT)
-]
+Turns = Annotated[int, _responses(help="Turns per episode, all of equal length.")]
+TurnDelay = Annotated[float, _responses(help="Environment time between two turns (s).")]
+Policies = Annotated[str, _layout(help="Update policies, separated by commas; an unknown name lists them.")]
+DeviceName = Annotated[str, _layout("--device", help="H800, H100, H200, A100, 910B or CPU.")]
+NumDevices = Annotated[int, _layout("--devices", min=1, help="Devices for training and rollout.")]
+Bounds = Annotated[str, _layout("--staleness", "-S", help="Staleness bounds, separated by commas.")]
+MaxStaleness = Annotated[int, _layout("--staleness", "-S", help="Largest staleness bound.")]
 NumTrain = Annotated[
-    int | None,
-    typer.Option(
-        "--trainer", min=1, help="Devices of the trainer.", show_default="half", rich_help_panel=LAYOUT
-    ),
+    int | None, _layout("--trainer", min=1, help="Devices of the trainer.", show_default="half")
 ]
-Fleet = Annotated[
-    str,
-    typer.Option(metavar="FLEET", help="Other devices for rollout: H800:16,A100:32.", rich_help_panel=LAYOUT),
-]
-Tp = Annotated[int, typer.Option(help="Tensor parallel size of an engine.", rich_help_panel=LAYOUT)]
-Ep = Annotated[int, typer.Option(help="Expert parallel size of an engine.", rich_help_panel=LAYOUT)]
+Fleet = Annotated[str, _layout(metavar="FLEET", help="Other devices for rollout: H800:16,A100:32.")]
+Tp = Annotated[int, _layout(help="Tensor parallel size of an engine.")]
+Ep = Annotated[int, _layout(help="Expert parallel size of an engine.")]
 SearchedEp = Annotated[
-    int | None,
-    typer.Option(
-        "--ep",
-        min=1,
-        help="Expert parallel size of an engine.",
-        show_default="searched",
-        rich_help_panel=LAYOUT,
-    ),
+    int | None, _layout("--ep", min=1, help="Expert parallel size of an engine.", show_default="searched")
 ]
 Rows = Annotated[
     int | None,
-    typer.Option(
-        min=1,
-        help="Maximum number of requests per engine.",
-        show_default="as many as the KV cache holds",
-        rich_help_panel=LAYOUT,
+    _layout(
+        min=1, help="Maximum number of requests per engine.", show_default="as many as the KV cache holds"
     ),
 ]
-Slack = Annotated[
-    int,
-    typer.Option(
-        min=0, help="Groups by which admission stays below the staleness bound.", rich_help_panel=LAYOUT
-    ),
-]
-Elastic = Annotated[
-    bool,
-    typer.Option(help="Decode on the trainer's devices while the trainer waits.", rich_help_panel=LAYOUT),
-]
+Slack = Annotated[int, _layout(min=0, help="Groups by which admission stays below the staleness bound.")]
+Elastic = Annotated[bool, _layout(help="Decode on the trainer's devices while the trainer waits.")]
 Without = Annotated[
     str,
-    typer.Option(
+    _layout(
         metavar="PARTS",
         help="Parts of policy dora to leave out, separated by commas; an unknown name lists them.",
-        rich_help_panel=LAYOUT,
     ),
 ]
-Steps = Annotated[int, typer.Option(min=1, help="Training steps to simulate.", rich_help_panel=OUTPUT)]
+Steps = Annotated[int, _output(min=1, help="Training steps to simulate.")]
 TimelineFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="SVG", help="Draw the engines of the last layout over time.", rich_help_panel=OUTPUT
-    ),
+    Path | None, _output(metavar="SVG", help="Draw the engines of the last layout over time.")
 ]
-PlotFile = Annotated[
-    Path | None,
-    typer.Option(metavar="SVG", help="Plot tokens/s against the staleness bound S.", rich_help_panel=OUTPUT),
-]
-MaxSimulated = Annotated[
-    int, typer.Option(min=1, help="Maximum number of layouts to simulate.", rich_help_panel=OUTPUT)
-]
+PlotFile = Annotated[Path | None, _output(metavar="SVG", help="Plot tokens/s against the staleness bound S.")]
+MaxSimulated = Annotated[int, _output(min=1, help="Maximum number of layouts to simulate.")]
 Top = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        help="Number of plans to print, in addition to the best plan of each policy.",
-        rich_help_panel=OUTPUT,
-    ),
+    int, _output(min=1, help="Number of plans to print, in addition to the best plan of each policy.")
 ]
 CalibrationRun = Annotated[
     Path | None,
-    typer.Option(
-        "--run",
-        metavar="RUN",
-        help="Print the forecast error for this run, after fitting the costs to it.",
-        rich_help_panel=OUTPUT,
+    _output(
+        "--run", metavar="RUN", help="Print the forecast error for this run, after fitting the costs to it."
     ),
 ]
 CheckedRuns = Annotated[
     list[Path] | None,
     typer.Option("--check", metavar="RUN", help="Another run whose forecast error is printed; repeatable."),
 ]
-JsonFile = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", help="Write the metrics as JSON.", rich_help_panel=OUTPUT),
-]
+JsonFile = Annotated[Path | None, _output("--json", metavar="FILE", help="Write the metrics as JSON.")]
 
 simulate = typer.Typer(help="Run the production orchestrator in virtual time.", no_args_is_help=True)
 

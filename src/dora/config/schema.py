@@ -56,134 +56,119 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, without unknown keys, type coercion or nan."""
+    """Base of all sections: immutable, without unknown keys, type coercion or nan.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    The docstring below a key is its description.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Join the lines of each description."""
+        for field in cls.model_fields.values():
+            field.description = field.description and " ".join(field.description.split())
 
 
 class RunSection(Section):
     """Length and seed of the run."""
 
-    steps: Count = Field(description="Number of training steps (count).")
-    seed: int = Field(default=0, ge=0, description="Seed of the data order and of sampling (integer).")
+    steps: Count
+    """Number of training steps (count)."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the data order and of sampling (integer)."""
 
 
 class ModelSection(Section):
     """The policy to train."""
 
-    path: str = Field(
-        description="Model folder in Hugging Face format (config.json, *.safetensors, tokenizer.json), or "
-        "the name of a model on the hub, such as Qwen/Qwen3-0.6B (path or name)."
-    )
-    revision: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Branch, tag or commit on the hub (name). Unset: the newest; the run's configuration has "
-        "the commit.",
-    )
+    path: str
+    """Model folder in Hugging Face format (config.json, *.safetensors, tokenizer.json), or the name of a
+    model on the hub, such as Qwen/Qwen3-0.6B (path or name).
+    """
+    revision: str | None = Field(default=None, min_length=1)
+    """Branch, tag or commit on the hub (name). Unset: the newest; the run's configuration has the commit."""
 
 
 class DataSection(Section):
     """The training prompts."""
 
-    path: str | None = Field(
-        default=None,
-        description="A .jsonl or .parquet file, a folder that the library `datasets` reads, or the name of a "
-        'dataset on the hub, such as openai/gsm8k (path or name); the built-in "gcd"; or "service", for '
-        "prompts submitted through `dora serve`. Unset: [[source]].",
-    )
-    split: str | None = Field(
-        default=None,
-        min_length=1,
-        description='Split of a dataset folder, such as "train" (name). Unset: its only split.',
-    )
-    subset: str | None = Field(
-        default=None,
-        min_length=1,
-        description='Subset of a dataset folder, its configuration in `datasets`, such as "main" (name).',
-    )
-    revision: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Branch, tag or commit on the hub (name). Unset: the newest; the run's configuration has "
-        "the commit.",
-    )
-    prompt_key: str = Field(
-        default="prompt",
-        min_length=1,
-        description="Column that holds the prompt, as text or as chat messages (name).",
-    )
-    image_key: str = Field(
-        default="images",
-        min_length=1,
-        description="Column with the images of a prompt, in whose text each is written <image> (name).",
-    )
-    chat_template: bool = Field(
-        default=False, description="Format prompts with the tokenizer's chat template."
-    )
-    system_prompt: str | None = Field(
-        default=None, min_length=1, description="System message of conversations that have none (text)."
-    )
-    max_prompt_length: Count = Field(
-        default=256, description="Maximum prompt length; a longer prompt is an error, or left out (tokens)."
-    )
-    filter_overlong_prompts: bool = Field(
-        default=False, description="Leave out longer prompts, also of evaluations, and report their number."
-    )
-    shuffle: bool = Field(
-        default=True, description="Shuffle the prompts in every epoch, in an order fixed by run.seed."
-    )
+    path: str | None = None
+    """A .jsonl or .parquet file, a folder that the library `datasets` reads, or the name of a dataset on the
+    hub, such as openai/gsm8k (path or name); the built-in "gcd"; or "service", for prompts submitted through
+    `dora serve`. Unset: [[source]].
+    """
+    split: str | None = Field(default=None, min_length=1)
+    """Split of a dataset folder, such as "train" (name). Unset: its only split."""
+    subset: str | None = Field(default=None, min_length=1)
+    """Subset of a dataset folder, its configuration in `datasets`, such as "main" (name)."""
+    revision: str | None = Field(default=None, min_length=1)
+    """Branch, tag or commit on the hub (name). Unset: the newest; the run's configuration has the commit."""
+    prompt_key: str = Field(default="prompt", min_length=1)
+    """Column that holds the prompt, as text or as chat messages (name)."""
+    image_key: str = Field(default="images", min_length=1)
+    """Column with the images of a prompt, in whose text each is written <image> (name)."""
+    chat_template: bool = False
+    """Format prompts with the tokenizer's chat template."""
+    system_prompt: str | None = Field(default=None, min_length=1)
+    """System message of conversations that have none (text)."""
+    max_prompt_length: Count = 256
+    """Maximum prompt length; a longer prompt is an error, or left out (tokens)."""
+    filter_overlong_prompts: bool = False
+    """Leave out longer prompts, also of evaluations, and report their number."""
+    shuffle: bool = True
+    """Shuffle the prompts in every epoch, in an order fixed by run.seed."""
 
 
 class SourceSection(Section):
     """One of several datasets of training prompts. The column `source` has its name, for reward functions."""
 
-    name: TableName = Field(description="Name in metrics and in the column `source` (name).")
-    path: str = Field(description='As data.path, without "service" (path).')
-    ratio: float = Field(
-        default=1.0, gt=0, description="Share of the groups, relative to the other sources (no unit)."
-    )
-    split: str | None = Field(default=None, min_length=1, description="As data.split (name).")
-    revision: str | None = Field(default=None, min_length=1, description="As data.revision (name).")
-    subset: str | None = Field(default=None, min_length=1, description="As data.subset (name).")
-    prompt_key: str | None = Field(
-        default=None, min_length=1, description="As data.prompt_key (name). Unset: data.prompt_key."
-    )
+    name: TableName
+    """Name in metrics and in the column `source` (name)."""
+    path: str
+    """As data.path, without "service" (path)."""
+    ratio: float = Field(default=1.0, gt=0)
+    """Share of the groups, relative to the other sources (no unit)."""
+    split: str | None = Field(default=None, min_length=1)
+    """As data.split (name)."""
+    revision: str | None = Field(default=None, min_length=1)
+    """As data.revision (name)."""
+    subset: str | None = Field(default=None, min_length=1)
+    """As data.subset (name)."""
+    prompt_key: str | None = Field(default=None, min_length=1)
+    """As data.prompt_key (name). Unset: data.prompt_key."""
 
 
 class EvalSourceSection(Section):
     """One of several datasets of held-out prompts. The column `source` has its name, as in [[source]]."""
 
-    name: TableName = Field(description="Name in metrics and in the column `source` (name).")
-    path: str = Field(description="As eval.path (path).")
-    split: str | None = Field(default=None, min_length=1, description="As eval.split (name).")
-    revision: str | None = Field(default=None, min_length=1, description="As data.revision (name).")
-    subset: str | None = Field(default=None, min_length=1, description="As data.subset (name).")
-    prompt_key: str | None = Field(
-        default=None, min_length=1, description="As data.prompt_key (name). Unset: data.prompt_key."
-    )
+    name: TableName
+    """Name in metrics and in the column `source` (name)."""
+    path: str
+    """As eval.path (path)."""
+    split: str | None = Field(default=None, min_length=1)
+    """As eval.split (name)."""
+    revision: str | None = Field(default=None, min_length=1)
+    """As data.revision (name)."""
+    subset: str | None = Field(default=None, min_length=1)
+    """As data.subset (name)."""
+    prompt_key: str | None = Field(default=None, min_length=1)
+    """As data.prompt_key (name). Unset: data.prompt_key."""
 
 
 class CurriculumSection(Section):
     """Skip prompts that the policy always or never solves: responses solve a prompt with a reward >= 1."""
 
-    easy_threshold: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="A prompt is skipped for some epochs after a group with at least this solved share, "
-        "which is the fraction of its responses that solve the prompt (0 to 1). Unset: no limit.",
-    )
-    hard_threshold: float | None = Field(
-        default=None,
-        ge=0,
-        lt=1,
-        description="A prompt is also skipped after a group with at most this solved share (0 to 1). Unset: "
-        "no limit.",
-    )
-    skip_epochs: int = Field(
-        default=1, ge=1, le=100, description="Epochs in which such a prompt is skipped (count)."
-    )
+    easy_threshold: float | None = Field(default=None, gt=0, le=1)
+    """A prompt is skipped for some epochs after a group with at least this solved share, which is the
+    fraction of its responses that solve the prompt (0 to 1). Unset: no limit.
+    """
+    hard_threshold: float | None = Field(default=None, ge=0, lt=1)
+    """A prompt is also skipped after a group with at most this solved share (0 to 1). Unset: no limit."""
+    skip_epochs: int = Field(default=1, ge=1, le=100)
+    """Epochs in which such a prompt is skipped (count)."""
 
     @property
     def is_on(self) -> bool:
@@ -193,122 +178,89 @@ class CurriculumSection(Section):
 class SamplingSection(Section):
     """How responses are sampled. Log-probs for training are taken before top_k, top_p and min_p."""
 
-    group_size: Count = Field(default=8, description="Responses sampled per prompt (count).")
-    max_response_length: Count = Field(
-        description="Maximum response length; generation stops there (tokens)."
-    )
-    max_turn_length: int = Field(
-        default=0,
-        ge=0,
-        description="Maximum length of one turn of an episode (tokens). 0: max_response_length.",
-    )
-    temperature: float = Field(
-        default=1.0, gt=0, description="Sampling temperature, which divides the logits (no unit)."
-    )
-    top_k: int = Field(
-        default=0, ge=0, lt=2**31, description="Sample from the k most likely tokens (count). 0: from all."
-    )
-    top_p: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="Nucleus sampling: the smallest set of tokens with cumulative probability >= top_p "
-        "(0 to 1).",
-    )
-    min_p: Fraction = Field(
-        default=0.0,
-        description="Sample from tokens with at least this fraction of the most likely token's probability "
-        "(0 to 1).",
-    )
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(
-        default=[],
-        description='Strings that end a response and stay in it, such as ["\\n\\n"] (list of strings).',
-    )
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
-        default=[],
-        description="Tokens that end a response, in addition to the model's end tokens (list of ids).",
-    )
+    group_size: Count = 8
+    """Responses sampled per prompt (count)."""
+    max_response_length: Count
+    """Maximum response length; generation stops there (tokens)."""
+    max_turn_length: int = Field(default=0, ge=0)
+    """Maximum length of one turn of an episode (tokens). 0: max_response_length."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature, which divides the logits (no unit)."""
+    top_k: int = Field(default=0, ge=0, lt=2**31)
+    """Sample from the k most likely tokens (count). 0: from all."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling: the smallest set of tokens with cumulative probability >= top_p (0 to 1)."""
+    min_p: Fraction = 0.0
+    """Sample from tokens with at least this fraction of the most likely token's probability (0 to 1)."""
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """Strings that end a response and stay in it, such as ["\\n\\n"] (list of strings)."""
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    """Tokens that end a response, in addition to the model's end tokens (list of ids)."""
 
 
 class RewardSection(Section):
     """The reward function."""
 
-    function: str | None = Field(
-        default=None,
-        description='Reward function, "file.py:function" or "package.module:function"; or "service", for '
-        "rewards submitted through `dora serve`. Unset: the environment scores its episodes.",
-    )
-    timeout_s: float = Field(
-        default=10.0,
-        gt=0,
-        description='Time limit of one call; with "service", of the wait for the rewards of a group (s).',
-    )
-    num_workers: Count = Field(
-        default=1, description="Reward worker processes, each of which scores one group at a time (count)."
-    )
-    max_failed_fraction: Fraction = Field(
-        default=0.2,
-        description="The run stops if a larger fraction of its finished groups has failed; the fraction is "
-        "taken of at least 20 groups (0 to 1).",
-    )
+    function: str | None = None
+    """Reward function, "file.py:function" or "package.module:function"; or "service", for rewards submitted
+    through `dora serve`. Unset: the environment scores its episodes.
+    """
+    timeout_s: float = Field(default=10.0, gt=0)
+    """Time limit of one call; with "service", of the wait for the rewards of a group (s)."""
+    num_workers: Count = 1
+    """Reward worker processes, each of which scores one group at a time (count)."""
+    max_failed_fraction: Fraction = 0.2
+    """The run stops if a larger fraction of its finished groups has failed; the fraction is taken of at least
+    20 groups (0 to 1).
+    """
 
 
 class RewardTaskSection(Section):
     """An additional reward; each table [[reward_task]] has its own worker processes."""
 
-    name: TableName = Field(
-        description='Name in overrides and error messages, such as "brevity" (lower-case name).'
-    )
-    factory: str = Field(
-        alias="class",
-        description='Class or function, "file.py:Class" or "package.module:Class"; or "service", as in '
-        "[reward].",
-    )
-    options: dict[str, JsonValue] = Field(
-        default={},
-        description="Keyword arguments of the class (table). An existing file or folder named by `path` "
-        "becomes an absolute path.",
-    )
-    weight: float = Field(
-        default=1.0,
-        description="Weight of this reward in the sum of rewards; [reward] has weight 1 (no unit).",
-    )
-    num_workers: Count = Field(default=1, description="Reward worker processes (count).")
-    micro_batch_size: Count | None = Field(
-        default=None,
-        description="Maximum responses per call, in whole groups (count). Unset: as many as "
-        "micro_batch_tokens allows, or one group.",
-    )
-    micro_batch_tokens: Count | None = Field(
-        default=None, description="Maximum prompt and response tokens per call (tokens). Unset: no limit."
-    )
-    timeout_s: float = Field(default=10.0, gt=0, description="Time limit of one call, as in [reward] (s).")
+    name: TableName
+    """Name in overrides and error messages, such as "brevity" (lower-case name)."""
+    factory: str = Field(alias="class")
+    """Class or function, "file.py:Class" or "package.module:Class"; or "service", as in [reward]."""
+    options: dict[str, JsonValue] = {}
+    """Keyword arguments of the class (table). An existing file or folder named by `path` becomes an absolute
+    path.
+    """
+    weight: float = 1.0
+    """Weight of this reward in the sum of rewards; [reward] has weight 1 (no unit)."""
+    num_workers: Count = 1
+    """Reward worker processes (count)."""
+    micro_batch_size: Count | None = None
+    """Maximum responses per call, in whole groups (count). Unset: as many as micro_batch_tokens allows, or
+    one group.
+    """
+    micro_batch_tokens: Count | None = None
+    """Maximum prompt and response tokens per call (tokens). Unset: no limit."""
+    timeout_s: float = Field(default=10.0, gt=0)
+    """Time limit of one call, as in [reward] (s)."""
 
 
 class EnvSection(Section):
     """The environment of multi-turn episodes. Without one, every response is a single turn."""
 
-    environment: str | None = Field(
-        default=None, description='Environment class, "file.py:Class" or "package.module:Class".'
-    )
-    hosts: list[Annotated[str, Field(pattern=r"^[^:/]+:\d+$")]] = Field(
-        default=[],
-        description="Remote environment servers, started by `dora env-server`, such as "
-        '["10.0.0.7:7600"] (list of host:port).',
-    )
-    token_file: str | None = Field(
-        default=None,
-        description="File with the auth token of these servers, a copy of their --token-file (path).",
-    )
-    num_workers: Count = Field(default=1, description="Environment worker processes (count).")
-    max_turns: Count = Field(default=8, description="Maximum turns of an episode (count).")
-    timeout_s: float = Field(default=10.0, gt=0, description="Time limit of one reset or step (s).")
-    max_retries: int = Field(
-        default=1,
-        ge=0,
-        description="How often an episode is generated again after a failure of its environment or agent, "
-        "before its group fails (count).",
-    )
+    environment: str | None = None
+    """Environment class, "file.py:Class" or "package.module:Class"."""
+    hosts: list[Annotated[str, Field(pattern=r"^[^:/]+:\d+$")]] = []
+    """Remote environment servers, started by `dora env-server`, such as ["10.0.0.7:7600"] (list of
+    host:port).
+    """
+    token_file: str | None = None
+    """File with the auth token of these servers, a copy of their --token-file (path)."""
+    num_workers: Count = 1
+    """Environment worker processes (count)."""
+    max_turns: Count = 8
+    """Maximum turns of an episode (count)."""
+    timeout_s: float = Field(default=10.0, gt=0)
+    """Time limit of one reset or step (s)."""
+    max_retries: int = Field(default=1, ge=0)
+    """How often an episode is generated again after a failure of its environment or agent, before its group
+    fails (count).
+    """
 
     @property
     def has_environments(self) -> bool:
@@ -319,120 +271,88 @@ class EnvSection(Section):
 class AlgorithmSection(Section):
     """Advantages and policy loss."""
 
-    adv_estimator: AdvEstimator = Field(
-        default="grpo",
-        description="Advantage estimator. grpo: reward minus the group mean, divided by the group standard "
-        "deviation; dr_grpo: reward minus the group mean; rloo: reward minus the mean of the other "
-        "responses; reinforce_plus_plus: rewards normalized over the batch; reinforce_plus_plus_baseline: "
-        "dr_grpo, normalized over the batch; gae: GAE with a critic.",
-    )
-    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor of gae (per token).")
-    lam: Fraction = Field(default=1.0, description="GAE lambda (0 to 1).")
-    filter_groups: bool = Field(
-        default=False,
-        description="Replace groups whose rewards are all equal by other groups (DAPO's dynamic sampling).",
-    )
-    overlong_buffer_tokens: int = Field(
-        default=0,
-        ge=0,
-        description="DAPO's soft overlong punishment: responses whose length is in the last "
-        "part of max_response_length lose reward; size of this part (tokens). 0: off.",
-    )
-    overlong_penalty: float = Field(
-        default=1.0, gt=0, description="Reward that a response of max_response_length loses (reward)."
-    )
-    policy_loss: PolicyLoss = Field(
-        default="ppo_clip",
-        description="Policy loss. ppo_clip: PPO's clipped loss; dual_clip: the same, bounded for negative "
-        "advantages; triplet_clip: LongCat's, for which loss_agg_mode is seq-mean-token-sum-norm; gspo: one "
-        "ratio per response; cispo: a clipped ratio as a constant weight; reinforce: an unclipped ratio as a "
-        "constant weight; online_dpo: DPO on the best and the worst response of each group.",
-    )
-    loss_agg_mode: LossAggMode = Field(
-        default="token-mean", description="How token losses are aggregated, as in verl."
-    )
-    clip_ratio_low: float = Field(
-        default=0.2,
-        ge=0,
-        le=1,
-        description="The ratio is clipped from below at 1 - clip_ratio_low (no unit).",
-    )
-    clip_ratio_high: float = Field(
-        default=0.2, ge=0, description="The ratio is clipped from above at 1 + clip_ratio_high (no unit)."
-    )
-    clip_ratio_c: float = Field(
-        default=3.0,
-        gt=1,
-        description="Upper bound of the ratio at negative advantages, in dual_clip and triplet_clip "
-        "(no unit).",
-    )
-    dpo_beta: float = Field(default=0.1, gt=0, description="DPO's beta, in online_dpo (per nat).")
-    kl_loss_coef: float = Field(
-        default=0.0,
-        ge=0,
-        description="Weight of the KL divergence from the initial policy in the loss (no unit).",
-    )
-    kl_loss_type: KLEstimator = Field(
-        default="k3",
-        description="Estimator of the KL of kl_loss_coef. k1+ and k3+ have the value of k1 and k3 and the "
-        "gradient of k2.",
-    )
-    entropy_coeff: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus (no unit).")
+    adv_estimator: AdvEstimator = "grpo"
+    """Advantage estimator. grpo: reward minus the group mean, divided by the group standard deviation;
+    dr_grpo: reward minus the group mean; rloo: reward minus the mean of the other responses;
+    reinforce_plus_plus: rewards normalized over the batch; reinforce_plus_plus_baseline: dr_grpo, normalized
+    over the batch; gae: GAE with a critic.
+    """
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount factor of gae (per token)."""
+    lam: Fraction = 1.0
+    """GAE lambda (0 to 1)."""
+    filter_groups: bool = False
+    """Replace groups whose rewards are all equal by other groups (DAPO's dynamic sampling)."""
+    overlong_buffer_tokens: int = Field(default=0, ge=0)
+    """DAPO's soft overlong punishment: responses whose length is in the last part of max_response_length lose
+    reward; size of this part (tokens). 0: off.
+    """
+    overlong_penalty: float = Field(default=1.0, gt=0)
+    """Reward that a response of max_response_length loses (reward)."""
+    policy_loss: PolicyLoss = "ppo_clip"
+    """Policy loss. ppo_clip: PPO's clipped loss; dual_clip: the same, bounded for negative advantages;
+    triplet_clip: LongCat's, for which loss_agg_mode is seq-mean-token-sum-norm; gspo: one ratio per response;
+    cispo: a clipped ratio as a constant weight; reinforce: an unclipped ratio as a constant weight;
+    online_dpo: DPO on the best and the worst response of each group.
+    """
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How token losses are aggregated, as in verl."""
+    clip_ratio_low: float = Field(default=0.2, ge=0, le=1)
+    """The ratio is clipped from below at 1 - clip_ratio_low (no unit)."""
+    clip_ratio_high: float = Field(default=0.2, ge=0)
+    """The ratio is clipped from above at 1 + clip_ratio_high (no unit)."""
+    clip_ratio_c: float = Field(default=3.0, gt=1)
+    """Upper bound of the ratio at negative advantages, in dual_clip and triplet_clip (no unit)."""
+    dpo_beta: float = Field(default=0.1, gt=0)
+    """DPO's beta, in online_dpo (per nat)."""
+    kl_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence from the initial policy in the loss (no unit)."""
+    kl_loss_type: KLEstimator = "k3"
+    """Estimator of the KL of kl_loss_coef. k1+ and k3+ have the value of k1 and k3 and the gradient of k2."""
+    entropy_coeff: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus (no unit)."""
 
 
 class CorrectionSection(Section):
     """Correction of off-policy samples."""
 
-    proximal: ProximalPolicy = Field(
-        default="behavior",
-        description="Old policy of the ratio. behavior: the policy that sampled; recomputed: the trainer's "
-        "policy before the step (decoupled PPO); interpolated: between the sampling and the current policy, "
-        "by staleness.",
-    )
-    token: TokenCorrection = Field(
-        default="none",
-        description="Weight of each token, from r = proximal / behavior probability. tis: r, at most "
-        "tis_cap; icepop: r from icepop_low to icepop_high, else 0.",
-    )
-    sequence: SequenceCorrection = Field(
-        default="none",
-        description="mis: leave out responses whose geometric mean of r is outside mis_low to mis_high.",
-    )
-    tis_cap: float = Field(default=2.0, ge=1, description="Largest weight of tis (no unit).")
-    icepop_low: Fraction = Field(default=0.5, description="Lower end of icepop's range (no unit).")
-    icepop_high: float = Field(default=5.0, ge=1, description="Upper end of icepop's range (no unit).")
-    mis_low: Fraction = Field(default=0.9, description="Lower end of mis's range (no unit).")
-    mis_high: float = Field(default=1.1, ge=1, description="Upper end of mis's range (no unit).")
-    staleness_decay: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="A response has weight staleness_decay ** staleness (no unit). 1: all weigh the same.",
-    )
+    proximal: ProximalPolicy = "behavior"
+    """Old policy of the ratio. behavior: the policy that sampled; recomputed: the trainer's policy before the
+    step (decoupled PPO); interpolated: between the sampling and the current policy, by staleness.
+    """
+    token: TokenCorrection = "none"
+    """Weight of each token, from r = proximal / behavior probability. tis: r, at most tis_cap; icepop: r from
+    icepop_low to icepop_high, else 0.
+    """
+    sequence: SequenceCorrection = "none"
+    """mis: leave out responses whose geometric mean of r is outside mis_low to mis_high."""
+    tis_cap: float = Field(default=2.0, ge=1)
+    """Largest weight of tis (no unit)."""
+    icepop_low: Fraction = 0.5
+    """Lower end of icepop's range (no unit)."""
+    icepop_high: float = Field(default=5.0, ge=1)
+    """Upper end of icepop's range (no unit)."""
+    mis_low: Fraction = 0.9
+    """Lower end of mis's range (no unit)."""
+    mis_high: float = Field(default=1.1, ge=1)
+    """Upper end of mis's range (no unit)."""
+    staleness_decay: float = Field(default=1.0, gt=0, le=1)
+    """A response has weight staleness_decay ** staleness (no unit). 1: all weigh the same."""
 
 
 class DistillationSection(Section):
     """On-policy distillation: teachers score each token of the policy's own responses (arXiv 2306.13649)."""
 
-    teachers: list[str] = Field(
-        default=[],
-        description="Model folders, or URLs of OpenAI-compatible servers that return log-probs of prompts "
-        "(list). Several teachers: the mean of their log-probs. Empty: no distillation.",
-    )
-    coef: float = Field(
-        default=1.0,
-        gt=0,
-        description="Weight of log teacher - log policy, the advantage of each token (per nat).",
-    )
-    reward_coef: float = Field(
-        default=0.0,
-        ge=0,
-        description="Weight of the advantage from rewards, which is added to it (no unit). 0: rewards are "
-        "only measured.",
-    )
-    timeout_s: float = Field(
-        default=60.0, gt=0, description="Time limit of a request to a teacher's server, retries included (s)."
-    )
+    teachers: list[str] = []
+    """Model folders, or URLs of OpenAI-compatible servers that return log-probs of prompts (list). Several
+    teachers: the mean of their log-probs. Empty: no distillation.
+    """
+    coef: float = Field(default=1.0, gt=0)
+    """Weight of log teacher - log policy, the advantage of each token (per nat)."""
+    reward_coef: float = Field(default=0.0, ge=0)
+    """Weight of the advantage from rewards, which is added to it (no unit). 0: rewards are only measured."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Time limit of a request to a teacher's server, retries included (s)."""
 
     @property
     def servers(self) -> list[str]:
@@ -448,215 +368,156 @@ class DistillationSection(Section):
 class CriticSection(Section):
     """The critic of adv_estimator = gae, which predicts the value of every token."""
 
-    path: str | None = Field(
-        default=None,
-        description="Model folder that the critic starts from, with a new value head (path). Unset: "
-        "model.path.",
-    )
-    lr: float = Field(default=1e-5, gt=0, description="Peak learning rate of the critic's AdamW (per step).")
-    warmup_steps: int = Field(default=0, ge=0, description="Linear warm-up of this learning rate (steps).")
-    max_grad_norm: float = Field(
-        default=1.0,
-        gt=0,
-        description="Gradient norm above which the critic's gradients are clipped (no unit).",
-    )
-    ppo_epochs: Count = Field(default=1, description="Passes of the critic over each batch (count).")
-    cliprange_value: float = Field(
-        default=0.5, gt=0, description="Clip range of a value around its old value (reward)."
-    )
+    path: str | None = None
+    """Model folder that the critic starts from, with a new value head (path). Unset: model.path."""
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate of the critic's AdamW (per step)."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Linear warm-up of this learning rate (steps)."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradient norm above which the critic's gradients are clipped (no unit)."""
+    ppo_epochs: Count = 1
+    """Passes of the critic over each batch (count)."""
+    cliprange_value: float = Field(default=0.5, gt=0)
+    """Clip range of a value around its old value (reward)."""
 
 
 class TrainerSection(Section):
     """Batch, optimizer and processes of the trainer."""
 
-    batch_size: Count = Field(description="Groups per training step (count).")
-    mini_batch_tokens: Count | None = Field(
-        default=None,
-        description="Response tokens per optimizer update; a batch is split into updates of about this size "
-        "(tokens). Unset: one update per batch.",
-    )
-    micro_batch_tokens: Count = Field(
-        default=4096,
-        description="Maximum prompt and response tokens of one forward and backward pass (tokens).",
-    )
-    logits_chunk_tokens: Count | None = Field(
-        default=None,
-        description="Response tokens whose logits are in memory at the same time (tokens). Unset: 256 on the "
-        "CPU, 2048 on a GPU.",
-    )
-    torch_compile: bool | None = Field(
-        default=None,
-        description="Compile the model's layers and its log-probs with torch.compile. The first step takes "
-        "about half a minute longer, and so does the first batch of another kind, such as one without "
-        "shared prompts. Layers need bfloat16 on a GPU. No effect on experts, a critic, and models that "
-        "transformers computes. Unset: on a GPU in bfloat16.",
-    )
-    lr: float = Field(gt=0, description="Peak learning rate of AdamW (per step).")
-    warmup_steps: int = Field(default=0, ge=0, description="Linear warm-up of the learning rate (steps).")
-    lr_decay: LrDecay = Field(
-        default="linear",
-        description="Learning rate after the warm-up. linear: falls to 0 at the last step; constant: stays.",
-    )
-    weight_decay: float = Field(
-        default=0.0, ge=0, description="AdamW's decoupled weight decay (per step and lr)."
-    )
-    max_grad_norm: float = Field(
-        default=1.0, gt=0, description="Gradient norm above which gradients are clipped (no unit)."
-    )
-    device: Device = Field(
-        default="cpu",
-        description='Device of the trainer. "cpu"; "cuda": the last GPUs, one for each rank; "cuda:N": GPU N '
-        "for the first rank and the next ones for the others.",
-    )
-    num_ranks: Count = Field(
-        default=1,
-        description="Trainer processes, which shard model and micro-batches, each on its own device (count).",
-    )
-    dtype: Dtype = Field(
-        default="float32",
-        description="Data type of forward and backward passes; the optimizer works in float32.",
-    )
-    offload_optimizer: bool = Field(
-        default=False,
-        description="Keep AdamW's moments (8 bytes per parameter) in host memory; each update copies them to "
-        "the GPU and back.",
-    )
-    activation_checkpointing: bool = Field(
-        default=False,
-        description="Keep only the input of each layer and recompute the rest in the backward pass.",
-    )
-    model: ModelImplementation = Field(
-        default="auto",
-        description="Implementation of the policy's forward pass. dora: DORA-RL's decoder, for Llama, Qwen2, "
-        "Qwen3 and Qwen3-MoE; transformers: any causal language model of transformers; auto: transformers "
-        "for models that DORA-RL's decoder does not support.",
-    )
-    streaming: bool | None = Field(
-        default=None,
-        description="Accumulate gradients while the batch fills up. Unset: wherever the objective allows it.",
-    )
-    deterministic: bool = Field(
-        default=False,
-        description="Sum gradients in the order of group ids, not in the order in which groups finish.",
-    )
-    lora_rank: int = Field(
-        default=0, ge=0, description="Rank of LoRA adapters to train (count). 0: train all weights."
-    )
-    lora_alpha: float = Field(
-        default=32.0, gt=0, description="LoRA adapters are scaled by lora_alpha / lora_rank (no unit)."
-    )
-    lora_targets: LoraTargets = Field(
-        default=["all-linear"],
-        description="Linear layers that get a LoRA adapter (list of names, as q_proj). all-linear: those of "
-        "the model, without its head and the experts of a mixture.",
-    )
-    routing_replay: bool = Field(
-        default=False,
-        description="Mixture of experts: the trainer routes each token to the experts that the engine chose.",
-    )
-    aux_workers: list[AuxWorker] = Field(
-        default=[],
-        description="Computations in auxiliary worker processes beside the trainer (list of names). "
-        "reference: log-probs of the initial policy; proximal: log-probs before the step; critic: values, "
-        "and the critic's training.",
-    )
-    aux_device: Device | None = Field(
-        default=None,
-        description='Device of the auxiliary workers: "cpu", "cuda" or "cuda:N". Unset: the trainer\'s.',
-    )
-    elastic: bool = Field(
-        default=False,
-        description="While the trainer waits for a batch, one more engine decodes on the trainer's device.",
-    )
-    save_freq: int = Field(
-        default=50,
-        ge=0,
-        description="Steps between two checkpoints (steps). 0: none during training. A run always saves one "
-        "when it ends or stops.",
-    )
-    keep_last: Count = Field(default=2, description="Number of newest checkpoints to keep (count).")
-    continue_from: str | None = Field(
-        default=None,
-        description="Checkpoint of another run whose weights and optimizer moments the run starts with, as "
-        "--continue-from sets it (path). Unset: the weights of model.path and a new optimizer.",
-    )
-    backend: str | None = Field(
-        default=None,
-        description='Class of another training engine, "file.py:Class" or "package.module:Class". Unset: '
-        "DORA-RL's own.",
-    )
+    batch_size: Count
+    """Groups per training step (count)."""
+    mini_batch_tokens: Count | None = None
+    """Response tokens per optimizer update; a batch is split into updates of about this size (tokens). Unset:
+    one update per batch.
+    """
+    micro_batch_tokens: Count = 4096
+    """Maximum prompt and response tokens of one forward and backward pass (tokens)."""
+    logits_chunk_tokens: Count | None = None
+    """Response tokens whose logits are in memory at the same time (tokens). Unset: 256 on the CPU, 2048 on a
+    GPU.
+    """
+    torch_compile: bool | None = None
+    """Compile the model's layers and its log-probs with torch.compile. The first step takes about half a
+    minute longer, and so does the first batch of another kind, such as one without shared prompts. Layers
+    need bfloat16 on a GPU. No effect on experts, a critic, and models that transformers computes. Unset: on a
+    GPU in bfloat16.
+    """
+    lr: float = Field(gt=0)
+    """Peak learning rate of AdamW (per step)."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Linear warm-up of the learning rate (steps)."""
+    lr_decay: LrDecay = "linear"
+    """Learning rate after the warm-up. linear: falls to 0 at the last step; constant: stays."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay (per step and lr)."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradient norm above which gradients are clipped (no unit)."""
+    device: Device = "cpu"
+    """Device of the trainer. "cpu"; "cuda": the last GPUs, one for each rank; "cuda:N": GPU N for the first
+    rank and the next ones for the others.
+    """
+    num_ranks: Count = 1
+    """Trainer processes, which shard model and micro-batches, each on its own device (count)."""
+    dtype: Dtype = "float32"
+    """Data type of forward and backward passes; the optimizer works in float32."""
+    offload_optimizer: bool = False
+    """Keep AdamW's moments (8 bytes per parameter) in host memory; each update copies them to the GPU and
+    back.
+    """
+    activation_checkpointing: bool = False
+    """Keep only the input of each layer and recompute the rest in the backward pass."""
+    model: ModelImplementation = "auto"
+    """Implementation of the policy's forward pass. dora: DORA-RL's decoder, for Llama, Qwen2, Qwen3 and
+    Qwen3-MoE; transformers: any causal language model of transformers; auto: transformers for models that
+    DORA-RL's decoder does not support.
+    """
+    streaming: bool | None = None
+    """Accumulate gradients while the batch fills up. Unset: wherever the objective allows it."""
+    deterministic: bool = False
+    """Sum gradients in the order of group ids, not in the order in which groups finish."""
+    lora_rank: int = Field(default=0, ge=0)
+    """Rank of LoRA adapters to train (count). 0: train all weights."""
+    lora_alpha: float = Field(default=32.0, gt=0)
+    """LoRA adapters are scaled by lora_alpha / lora_rank (no unit)."""
+    lora_targets: LoraTargets = ["all-linear"]
+    """Linear layers that get a LoRA adapter (list of names, as q_proj). all-linear: those of the model,
+    without its head and the experts of a mixture.
+    """
+    routing_replay: bool = False
+    """Mixture of experts: the trainer routes each token to the experts that the engine chose."""
+    aux_workers: list[AuxWorker] = []
+    """Computations in auxiliary worker processes beside the trainer (list of names). reference: log-probs of
+    the initial policy; proximal: log-probs before the step; critic: values, and the critic's training.
+    """
+    aux_device: Device | None = None
+    """Device of the auxiliary workers: "cpu", "cuda" or "cuda:N". Unset: the trainer's."""
+    elastic: bool = False
+    """While the trainer waits for a batch, one more engine decodes on the trainer's device."""
+    save_freq: int = Field(default=50, ge=0)
+    """Steps between two checkpoints (steps). 0: none during training. A run always saves one when it ends or
+    stops.
+    """
+    keep_last: Count = 2
+    """Number of newest checkpoints to keep (count)."""
+    continue_from: str | None = None
+    """Checkpoint of another run whose weights and optimizer moments the run starts with, as --continue-from
+    sets it (path). Unset: the weights of model.path and a new optimizer.
+    """
+    backend: str | None = None
+    """Class of another training engine, "file.py:Class" or "package.module:Class". Unset: DORA-RL's own."""
 
 
 class EngineSection(Section):
     """The rollout engines."""
 
-    num_engines: Count = Field(default=2, description="Engine processes (count).")
-    max_num_seqs: Count = Field(default=32, description="Requests that one engine decodes at once (count).")
-    max_num_queued: int | None = Field(
-        default=None,
-        ge=0,
-        description="Requests that wait in one engine beyond max_num_seqs, so that it refills a free row "
-        "without waiting for the driver (count). Unset: 1, or 0 with episodes, whose rows are free between "
-        "turns.",
-    )
-    version_slots: Count | None = Field(
-        default=None,
-        description="Policy versions that one engine holds at once (count). Unset: max_staleness + 1, plus 1 "
-        "with eval.every; with partial and inflight at most 2, or 3 with eval.every. With another backend "
-        "than DORA-RL's own: 1, or as many as partial and inflight need.",
-    )
-    num_kv_blocks: Count | None = Field(
-        default=None,
-        description="KV cache of one engine (blocks of 16 tokens). Unset: room for max_num_seqs sequences of "
-        "full length.",
-    )
-    max_prefill_tokens: Count | None = Field(
-        default=None,
-        description="Prompt tokens that an engine computes beside a decode step; eight times as many while "
-        "nothing decodes (tokens). Unset: 512 on the CPU, 4096 on a GPU.",
-    )
-    device: Device = Field(
-        default="cpu",
-        description='Device of the engines. "cpu"; "cuda": one GPU each, apart from the trainer\'s; '
-        '"cuda:N": GPU N for all.',
-    )
-    gpus_per_engine: Count = Field(
-        default=1,
-        description="GPUs among which each engine divides its model, with backend vllm or sglang (tensor "
-        "parallelism) (count).",
-    )
-    dtype: Dtype = Field(
-        default="float32", description="Data type of weights and KV cache, and of published versions."
-    )
-    kv_transfer: Literal["auto", "shared", "staged", "ipc", "none"] = Field(
-        default="auto",
-        description="How the KV of a migrating request reaches another engine. shared: from the first one's "
-        "KV cache, on the CPU; staged: through host memory; ipc: from the first one's GPU (CUDA IPC), on one "
-        "machine; none: it is computed again. auto: shared on the CPU, staged on a GPU. Between vLLM servers "
-        "KV moves through files in memory or over NIXL (docs/vllm.md), between SGLang servers through files; "
-        "with none it is computed again.",
-    )
-    kernels: Literal["auto", "numba", "eager"] = Field(
-        default="auto",
-        description="CPU kernels. numba: compiled; eager: plain torch; auto: numba where it works.",
-    )
-    backend: str | None = Field(
-        default=None,
-        description='Another inference engine: "vllm", "vllm-lora", "sglang", "transformers" (slow), or a '
-        'class, "file.py:Class" or "package.module:Class". Unset: DORA-RL\'s own.',
-    )
-    options: dict[str, JsonValue] | None = Field(
-        default=None, description="Keyword arguments of the backend's class (table)."
-    )
-    exact_logprobs: bool = Field(
-        default=False,
-        description="Compute batch-invariantly: log-probs of engines and trainer are equal bit for bit.",
-    )
-    min_step_time: Duration = Field(
-        default="0ms",
-        description='Minimum duration of a decode step, such as "8ms", to imitate an accelerator on a CPU '
-        "(us, ms or s).",
-    )
+    num_engines: Count = 2
+    """Engine processes (count)."""
+    max_num_seqs: Count = 32
+    """Requests that one engine decodes at once (count)."""
+    max_num_queued: int | None = Field(default=None, ge=0)
+    """Requests that wait in one engine beyond max_num_seqs, so that it refills a free row without waiting for
+    the driver (count). Unset: 1, or 0 with episodes, whose rows are free between turns.
+    """
+    version_slots: Count | None = None
+    """Policy versions that one engine holds at once (count). Unset: max_staleness + 1, plus 1 with
+    eval.every; with partial and inflight at most 2, or 3 with eval.every. With another backend than DORA-RL's
+    own: 1, or as many as partial and inflight need.
+    """
+    num_kv_blocks: Count | None = None
+    """KV cache of one engine (blocks of 16 tokens). Unset: room for max_num_seqs sequences of full length."""
+    max_prefill_tokens: Count | None = None
+    """Prompt tokens that an engine computes beside a decode step; eight times as many while nothing decodes
+    (tokens). Unset: 512 on the CPU, 4096 on a GPU.
+    """
+    device: Device = "cpu"
+    """Device of the engines. "cpu"; "cuda": one GPU each, apart from the trainer's; "cuda:N": GPU N for
+    all.
+    """
+    gpus_per_engine: Count = 1
+    """GPUs among which each engine divides its model, with backend vllm or sglang (tensor parallelism)
+    (count).
+    """
+    dtype: Dtype = "float32"
+    """Data type of weights and KV cache, and of published versions."""
+    kv_transfer: Literal["auto", "shared", "staged", "ipc", "none"] = "auto"
+    """How the KV of a migrating request reaches another engine. shared: from the first one's KV cache, on the
+    CPU; staged: through host memory; ipc: from the first one's GPU (CUDA IPC), on one machine; none: it is
+    computed again. auto: shared on the CPU, staged on a GPU. Between vLLM servers KV moves through files in
+    memory or over NIXL (docs/vllm.md), between SGLang servers through files; with none it is computed again.
+    """
+    kernels: Literal["auto", "numba", "eager"] = "auto"
+    """CPU kernels. numba: compiled; eager: plain torch; auto: numba where it works."""
+    backend: str | None = None
+    """Another inference engine: "vllm", "vllm-lora", "sglang", "transformers" (slow), or a class,
+    "file.py:Class" or "package.module:Class". Unset: DORA-RL's own.
+    """
+    options: dict[str, JsonValue] | None = None
+    """Keyword arguments of the backend's class (table)."""
+    exact_logprobs: bool = False
+    """Compute batch-invariantly: log-probs of engines and trainer are equal bit for bit."""
+    min_step_time: Duration = "0ms"
+    """Minimum duration of a decode step, such as "8ms", to imitate an accelerator on a CPU (us, ms or s)."""
 
     @property
     def min_step_time_s(self) -> float:
@@ -668,103 +529,73 @@ class EngineSection(Section):
 class FleetSection(Section):
     """Additional engines with their own backend; one table [[fleet]] for each kind."""
 
-    name: TableName = Field(
-        description='Name in overrides and error messages, such as "vllm" (lower-case name).'
-    )
-    backend: str = Field(description="Inference engine of this kind, as in [engine].")
-    options: dict[str, JsonValue] = Field(
-        default={}, description="Keyword arguments of the backend's class (table)."
-    )
-    num_engines: Count = Field(default=1, description="Engine processes of this kind (count).")
-    max_num_seqs: Count | None = Field(
-        default=None,
-        description="Requests that one of these engines decodes at once (count). Unset: as in [engine].",
-    )
-    version_slots: Count | None = Field(
-        default=None,
-        description="Policy versions that one of these engines holds at once (count). Unset: 1; with partial "
-        "and inflight at most 2, or 3 with eval.every.",
-    )
+    name: TableName
+    """Name in overrides and error messages, such as "vllm" (lower-case name)."""
+    backend: str
+    """Inference engine of this kind, as in [engine]."""
+    options: dict[str, JsonValue] = {}
+    """Keyword arguments of the backend's class (table)."""
+    num_engines: Count = 1
+    """Engine processes of this kind (count)."""
+    max_num_seqs: Count | None = None
+    """Requests that one of these engines decodes at once (count). Unset: as in [engine]."""
+    version_slots: Count | None = None
+    """Policy versions that one of these engines holds at once (count). Unset: 1; with partial and inflight at
+    most 2, or 3 with eval.every.
+    """
 
 
 class OrchestratorSection(Section):
     """How far generation runs ahead of training, and where requests run."""
 
-    update_policy: UpdatePolicy = Field(
-        default="dora",
-        description="When new versions are used. dora: several versions generate at once, and a response "
-        "is finished by the version that started it; sync: generate a batch, then train it; one_step: "
-        "generate one batch ahead; drain: one version generates batches_per_version batches before the next "
-        "one; partial and inflight: responses continue with newer weights, which breaks guarantee C1; "
-        "partial recomputes their KV cache, inflight keeps it.",
-    )
-    max_staleness: int = Field(
-        default=DEFAULT_STALENESS["dora"],
-        ge=0,
-        description="Maximum staleness of a trained sample (versions). 0: on-policy. Unset: 2, "
-        "and 1 with drain; it is always 0 with sync and 1 with one_step.",
-    )
-    staleness_mode: Literal["fixed", "adaptive"] = Field(
-        default="fixed",
-        description="Staleness bound of new groups. fixed: max_staleness; adaptive: between 0 and "
-        "max_staleness, by effective sample size (ESS) and KL of the trained batches.",
-    )
-    min_ess: float = Field(
-        default=0.9,
-        gt=0,
-        lt=1,
-        description="adaptive: the bound decreases if the mean ESS of the batches is lower (fraction of "
-        "tokens).",
-    )
-    max_kl: float = Field(
-        default=0.01,
-        gt=0,
-        description="adaptive: the bound decreases if the mean KL to the sampling policies is higher (nats "
-        "per token).",
-    )
-    staleness_window: Count = Field(
-        default=8,
-        description="adaptive: batches over which 1 - ESS and KL are averaged. If both means are at most "
-        "half of their limits, the bound rises by 1 (count).",
-    )
-    batches_per_version: Count = Field(
-        default=1, description="drain: batches that one version generates (count)."
-    )
-    slack: int = Field(
-        default=0,
-        ge=0,
-        description="Number of groups by which admission stays below the bound, so that training can "
-        "overtake a straggler (count).",
-    )
-    placement: Literal["dynamic", "static", "colocated"] = Field(
-        default="dynamic",
-        description="dynamic: engines change versions and requests migrate between engines, with their KV "
-        "cache between CPU engines, else prefilled again; static: neither does; colocated: dynamic, and "
-        "engines pause while the trainer uses their device.",
-    )
-    weight_sync_interval: Count = Field(
-        default=1,
-        description="n: engines load every n-th version, and another version only if the bound requires it "
-        "(versions). Only with dora, partial and inflight.",
-    )
-    prioritize_stragglers: bool | None = Field(
-        default=None,
-        description="While the trainer waits for a group at its deadline, engines that run requests of such "
-        "groups decode only these. Unset: true if all engines are DORA-RL's own.",
-    )
-    balance_running: bool = Field(
-        default=False, description="Balance the number of running requests across engines."
-    )
-    rebalance_interval_s: float = Field(
-        default=1.0, gt=0, description="Maximum time between two checks for useful migrations (s)."
-    )
-    kv_watermark: float = Field(
-        default=0.9,
-        gt=0,
-        le=1,
-        description="If an engine uses a larger fraction of its KV cache, requests migrate to other engines "
-        "(0 to 1).",
-    )
+    update_policy: UpdatePolicy = "dora"
+    """When new versions are used. dora: several versions generate at once, and a response is finished by the
+    version that started it; sync: generate a batch, then train it; one_step: generate one batch ahead; drain:
+    one version generates batches_per_version batches before the next one; partial and inflight: responses
+    continue with newer weights, which breaks guarantee C1; partial recomputes their KV cache, inflight keeps
+    it.
+    """
+    max_staleness: int = Field(default=DEFAULT_STALENESS["dora"], ge=0)
+    """Maximum staleness of a trained sample (versions). 0: on-policy. Unset: 2, and 1 with drain; it is
+    always 0 with sync and 1 with one_step.
+    """
+    staleness_mode: Literal["fixed", "adaptive"] = "fixed"
+    """Staleness bound of new groups. fixed: max_staleness; adaptive: between 0 and max_staleness, by
+    effective sample size (ESS) and KL of the trained batches.
+    """
+    min_ess: float = Field(default=0.9, gt=0, lt=1)
+    """adaptive: the bound decreases if the mean ESS of the batches is lower (fraction of tokens)."""
+    max_kl: float = Field(default=0.01, gt=0)
+    """adaptive: the bound decreases if the mean KL to the sampling policies is higher (nats per token)."""
+    staleness_window: Count = 8
+    """adaptive: batches over which 1 - ESS and KL are averaged. If both means are at most half of their
+    limits, the bound rises by 1 (count).
+    """
+    batches_per_version: Count = 1
+    """drain: batches that one version generates (count)."""
+    slack: int = Field(default=0, ge=0)
+    """Number of groups by which admission stays below the bound, so that training can overtake a straggler
+    (count).
+    """
+    placement: Literal["dynamic", "static", "colocated"] = "dynamic"
+    """dynamic: engines change versions and requests migrate between engines, with their KV cache between CPU
+    engines, else prefilled again; static: neither does; colocated: dynamic, and engines pause while the
+    trainer uses their device.
+    """
+    weight_sync_interval: Count = 1
+    """n: engines load every n-th version, and another version only if the bound requires it (versions). Only
+    with dora, partial and inflight.
+    """
+    prioritize_stragglers: bool | None = None
+    """While the trainer waits for a group at its deadline, engines that run requests of such groups decode
+    only these. Unset: true if all engines are DORA-RL's own.
+    """
+    balance_running: bool = False
+    """Balance the number of running requests across engines."""
+    rebalance_interval_s: float = Field(default=1.0, gt=0)
+    """Maximum time between two checks for useful migrations (s)."""
+    kv_watermark: float = Field(default=0.9, gt=0, le=1)
+    """If an engine uses a larger fraction of its KV cache, requests migrate to other engines (0 to 1)."""
     ablations: list[Ablation] = Field(
         default=[],
         description="dora: rules to turn off, to measure what each contributes (list of names). "
@@ -784,203 +615,142 @@ class OrchestratorSection(Section):
 class WeightsSection(Section):
     """How engines load new versions."""
 
-    load: Literal["eager", "deferred"] = Field(
-        default="eager",
-        description="eager: every engine loads a version as soon as it can; deferred: up to a quarter of the "
-        "engines at a time, each when it has a free row or the bound requires it, from a prefetched copy in "
-        "host memory.",
-    )
-    skip_below_kl: float | None = Field(
-        default=None,
-        gt=0,
-        description="An engine skips a version whose KL to the version that it holds is lower, unless the "
-        "bound requires the load (nats per token). Unset: no version is skipped. Only with dora, partial and "
-        "inflight.",
-    )
+    load: Literal["eager", "deferred"] = "eager"
+    """eager: every engine loads a version as soon as it can; deferred: up to a quarter of the engines at a
+    time, each when it has a free row or the bound requires it, from a prefetched copy in host memory.
+    """
+    skip_below_kl: float | None = Field(default=None, gt=0)
+    """An engine skips a version whose KL to the version that it holds is lower, unless the bound requires the
+    load (nats per token). Unset: no version is skipped. Only with dora, partial and inflight.
+    """
 
 
 class EvalSection(Section):
     """Evaluation on held-out prompts, before, during and after training."""
 
-    path: str | None = Field(
-        default=None,
-        description='Held-out prompts: a file or folder, as in data.path (path), or "gcd". Unset: '
-        "[[eval_source]], or no evaluation.",
-    )
-    split: str | None = Field(
-        default=None,
-        min_length=1,
-        description='Split of a dataset folder, such as "test" (name). Unset: its only split.',
-    )
-    revision: str | None = Field(default=None, min_length=1, description="As data.revision (name).")
-    subset: str | None = Field(default=None, min_length=1, description="As data.subset (name).")
-    num_prompts: int = Field(
-        default=256,
-        ge=0,
-        description="Maximum number of prompts of each dataset, from its start (count). 0: no evaluation.",
-    )
-    greedy: bool = Field(default=True, description="Generate one greedy response for each prompt.")
-    num_samples: int = Field(
-        default=1, ge=0, description="Responses per prompt, sampled with the settings of training (count)."
-    )
-    every: int = Field(
-        default=0,
-        ge=0,
-        description="Steps between two evaluations during training (steps). 0: only before and after it.",
-    )
-    seed: int = Field(default=0, ge=0, description="Seed of sampling in evaluations (integer).")
+    path: str | None = None
+    """Held-out prompts: a file or folder, as in data.path (path), or "gcd". Unset: [[eval_source]], or no
+    evaluation.
+    """
+    split: str | None = Field(default=None, min_length=1)
+    """Split of a dataset folder, such as "test" (name). Unset: its only split."""
+    revision: str | None = Field(default=None, min_length=1)
+    """As data.revision (name)."""
+    subset: str | None = Field(default=None, min_length=1)
+    """As data.subset (name)."""
+    num_prompts: int = Field(default=256, ge=0)
+    """Maximum number of prompts of each dataset, from its start (count). 0: no evaluation."""
+    greedy: bool = True
+    """Generate one greedy response for each prompt."""
+    num_samples: int = Field(default=1, ge=0)
+    """Responses per prompt, sampled with the settings of training (count)."""
+    every: int = Field(default=0, ge=0)
+    """Steps between two evaluations during training (steps). 0: only before and after it."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of sampling in evaluations (integer)."""
 
 
 class MetricsSection(Section):
     """Metrics of each step. metrics.jsonl in the run folder always has them."""
 
-    report_to: Trackers = Field(
-        default=[],
-        description='Experiment trackers to report to, such as ["tensorboard"] (list of names). Each needs '
-        "the extra of that name.",
-    )
-    project: str = Field(
-        default="dora",
-        min_length=1,
-        description="Project name in wandb and trackio, service name in OpenTelemetry.",
-    )
-    peak_tflops: float | None = Field(
-        default=None,
-        gt=0,
-        description="Peak performance of one trainer device, for perf/mfu/actor (TFLOP/s). Unset: the data "
-        "sheet's value for common GPUs; no value for other devices.",
-    )
+    report_to: Trackers = []
+    """Experiment trackers to report to, such as ["tensorboard"] (list of names). Each needs the extra of that
+    name.
+    """
+    project: str = Field(default="dora", min_length=1)
+    """Project name in wandb and trackio, service name in OpenTelemetry."""
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """Peak performance of one trainer device, for perf/mfu/actor (TFLOP/s). Unset: the data sheet's value for
+    common GPUs; no value for other devices.
+    """
 
 
 class JournalSection(Section):
     """The journal: the record of every event and action of the run."""
 
-    fsync: bool = Field(
-        default=False,
-        description="Flush every record to disk, so that the journal survives a power failure; slower.",
-    )
+    fsync: bool = False
+    """Flush every record to disk, so that the journal survives a power failure; slower."""
 
 
 class RuntimeSection(Section):
     """The processes of the run, and the time limits after which they count as lost."""
 
-    kind: Literal["local", "ray"] = Field(
-        default="local",
-        description="Where workers run. local: processes on this machine; ray: actors of a Ray cluster.",
-    )
-    start_timeout_s: float = Field(
-        default=600.0,
-        gt=0,
-        description="A process that takes longer to start is lost; while the run starts, the run fails (s).",
-    )
-    heartbeat_timeout_s: float = Field(
-        default=15.0,
-        gt=0,
-        description="An engine or reward worker without a heartbeat for this long is lost (s). "
-        "A driver that runs late itself waits up to four times as long.",
-    )
-    trainer_timeout_s: float = Field(
-        default=60.0,
-        gt=0,
-        description="A trainer process without a heartbeat for this long is lost (s).",
-    )
-    step_timeout_s: float = Field(
-        default=3600.0,
-        gt=0,
-        description="A trainer that takes longer for one request of the driver, such as a step, is lost (s).",
-    )
-    migration_timeout_s: float = Field(
-        default=5.0, gt=0, description="A migration that copies nothing for this long is aborted (s)."
-    )
-    max_restarts: int = Field(
-        default=3,
-        ge=0,
-        description="Maximum consecutive restarts of the trainer, or of one other process (count).",
-    )
-    output_interval_s: float = Field(
-        default=0.5,
-        ge=0,
-        description="How often engines report the tokens of unfinished responses, which then survive a crash "
-        "of the engine or of the run (s). 0: never; these responses restart.",
-    )
+    kind: Literal["local", "ray"] = "local"
+    """Where workers run. local: processes on this machine; ray: actors of a Ray cluster."""
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """A process that takes longer to start is lost; while the run starts, the run fails (s)."""
+    heartbeat_timeout_s: float = Field(default=15.0, gt=0)
+    """An engine or reward worker without a heartbeat for this long is lost (s). A driver that runs late
+    itself waits up to four times as long.
+    """
+    trainer_timeout_s: float = Field(default=60.0, gt=0)
+    """A trainer process without a heartbeat for this long is lost (s)."""
+    step_timeout_s: float = Field(default=3600.0, gt=0)
+    """A trainer that takes longer for one request of the driver, such as a step, is lost (s)."""
+    migration_timeout_s: float = Field(default=5.0, gt=0)
+    """A migration that copies nothing for this long is aborted (s)."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Maximum consecutive restarts of the trainer, or of one other process (count)."""
+    output_interval_s: float = Field(default=0.5, ge=0)
+    """How often engines report the tokens of unfinished responses, which then survive a crash of the engine
+    or of the run (s). 0: never; these responses restart.
+    """
 
 
 class RaySection(Section):
     """The Ray cluster of runtime.kind = "ray"."""
 
-    address: Annotated[str, Field(pattern=r"^(auto|[^:/\s]+:\d+)$")] | None = Field(
-        default=None,
-        description='Running cluster, host:port, or "auto" for the cluster of this machine. Unset: the run '
-        "starts Ray on this machine and stops it at the end.",
-    )
-    dashboard: bool = Field(
-        default=False,
-        description="Serve Ray's dashboard on loopback while the run starts Ray itself. Needs ray[default].",
-    )
-    spread: bool = Field(
-        default=True,
-        description="Spread engines and reward workers over the nodes. false: use as few nodes as possible.",
-    )
-    max_engines: int | None = Field(
-        default=None,
-        ge=1,
-        description="Engines are added up to this number as soon as nodes have capacity (count). Unset: "
-        "engine.num_engines.",
-    )
-    trainer_nodes: Literal["driver", "any"] = Field(
-        default="driver",
-        description="Nodes of the trainer's ranks. driver: all run on the driver's node; any: only the first "
-        "must, and ranks exchange weights and gradients without authentication and encryption.",
-    )
-    engine_cpus: float = Field(default=1.0, ge=0, description="CPUs reserved for each engine (count).")
-    trainer_cpus: float = Field(
-        default=1.0,
-        ge=0,
-        description="CPUs reserved for each trainer process and each auxiliary worker (count).",
-    )
-    reward_cpus: float = Field(default=1.0, ge=0, description="CPUs reserved for each reward worker (count).")
+    address: Annotated[str, Field(pattern=r"^(auto|[^:/\s]+:\d+)$")] | None = None
+    """Running cluster, host:port, or "auto" for the cluster of this machine. Unset: the run starts Ray on
+    this machine and stops it at the end.
+    """
+    dashboard: bool = False
+    """Serve Ray's dashboard on loopback while the run starts Ray itself. Needs ray[default]."""
+    spread: bool = True
+    """Spread engines and reward workers over the nodes. false: use as few nodes as possible."""
+    max_engines: int | None = Field(default=None, ge=1)
+    """Engines are added up to this number as soon as nodes have capacity (count). Unset:
+    engine.num_engines.
+    """
+    trainer_nodes: Literal["driver", "any"] = "driver"
+    """Nodes of the trainer's ranks. driver: all run on the driver's node; any: only the first must, and ranks
+    exchange weights and gradients without authentication and encryption.
+    """
+    engine_cpus: float = Field(default=1.0, ge=0)
+    """CPUs reserved for each engine (count)."""
+    trainer_cpus: float = Field(default=1.0, ge=0)
+    """CPUs reserved for each trainer process and each auxiliary worker (count)."""
+    reward_cpus: float = Field(default=1.0, ge=0)
+    """CPUs reserved for each reward worker (count)."""
 
 
 class ServiceSection(Section):
     """The HTTP service of `dora serve`."""
 
-    host: str = Field(
-        default="127.0.0.1",
-        min_length=1,
-        description="Address to listen on. Traffic is not encrypted: an address that other machines reach "
-        "belongs in a private network.",
-    )
-    port: int = Field(default=0, ge=0, lt=2**16, description="Port to listen on (number). 0: a free port.")
-    token_file: str | None = Field(
-        default=None,
-        description="File with the auth token of all requests, at least 16 characters (path). Unset: a new "
-        "token for each run, in service.json of its folder.",
-    )
-    max_body_bytes: Count = Field(
-        default=2**20,
-        description="Maximum size of a request body; uploads of weights have their own limit (bytes).",
-    )
-    trainer: Literal["internal", "external"] = Field(
-        default="internal",
-        description="external: an external trainer fetches each batch and uploads the new weights.",
-    )
-    agents: bool = Field(
-        default=False, description="External agents generate the responses, in sessions of the service."
-    )
-    session_timeout_s: float = Field(
-        default=60.0, gt=0, description="A session without a request for this long has failed (s)."
-    )
-    idle_timeout_s: float = Field(
-        default=3600.0,
-        gt=0,
-        description="A run that waits for external input for this long stops (s).",
-    )
-    linger_s: float = Field(
-        default=5.0,
-        ge=0,
-        description="After the end of the run the service answers requests with 410 for this long, so that "
-        "clients learn how the run ended (s). 0: the service ends with the run.",
-    )
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Address to listen on. Traffic is not encrypted: an address that other machines reach belongs in a
+    private network.
+    """
+    port: int = Field(default=0, ge=0, lt=2**16)
+    """Port to listen on (number). 0: a free port."""
+    token_file: str | None = None
+    """File with the auth token of all requests, at least 16 characters (path). Unset: a new token for each
+    run, in service.json of its folder.
+    """
+    max_body_bytes: Count = 2**20
+    """Maximum size of a request body; uploads of weights have their own limit (bytes)."""
+    trainer: Literal["internal", "external"] = "internal"
+    """external: an external trainer fetches each batch and uploads the new weights."""
+    agents: bool = False
+    """External agents generate the responses, in sessions of the service."""
+    session_timeout_s: float = Field(default=60.0, gt=0)
+    """A session without a request for this long has failed (s)."""
+    idle_timeout_s: float = Field(default=3600.0, gt=0)
+    """A run that waits for external input for this long stops (s)."""
+    linger_s: float = Field(default=5.0, ge=0)
+    """After the end of the run the service answers requests with 410 for this long, so that clients learn how
+    the run ended (s). 0: the service ends with the run.
+    """
 
 
 class EngineKind(NamedTuple):
@@ -1000,11 +770,11 @@ class Config(Section):
     run: RunSection
     model: ModelSection
     data: DataSection = DataSection()
-    source: list[SourceSection] = Field(default=[])
+    source: list[SourceSection] = []
     curriculum: CurriculumSection = CurriculumSection()
     sampling: SamplingSection
     reward: RewardSection = RewardSection()
-    reward_task: list[RewardTaskSection] = Field(default=[])
+    reward_task: list[RewardTaskSection] = []
     env: EnvSection = EnvSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     correction: CorrectionSection = CorrectionSection()
@@ -1012,11 +782,11 @@ class Config(Section):
     distillation: DistillationSection = DistillationSection()
     trainer: TrainerSection
     engine: EngineSection = EngineSection()
-    fleet: list[FleetSection] = Field(default=[])
+    fleet: list[FleetSection] = []
     orchestrator: OrchestratorSection = OrchestratorSection()
     weights: WeightsSection = WeightsSection()
     eval: EvalSection = EvalSection()
-    eval_source: list[EvalSourceSection] = Field(default=[])
+    eval_source: list[EvalSourceSection] = []
     metrics: MetricsSection = MetricsSection()
     journal: JournalSection = JournalSection()
     runtime: RuntimeSection = RuntimeSection()

@@ -5,14 +5,13 @@ A broken rule raises ConfigError with the keys, their values, the rule and the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from dora.config.schema import BREAKS_C1, FIXED_STALENESS, Config, EvalSourceSection, SourceSection
 from dora.errors import ConfigError
 from dora.trainer import recipe
 
-Reasons = dict[str, str]  # key -> why it has no effect
-
+Unused = tuple[str, ...]  # a section, a reason, and the keys of the section that have no effect for it
 
 _OF_FOLDER = ("split", "subset", "revision")  # keys of a dataset folder
 
@@ -548,193 +547,184 @@ def _check_effect(config: Config) -> None:
             raise ConfigError(f"{section}.{key} has no effect {reasons[key]}; remove it")
 
 
-def keys_without_effect(config: Config) -> dict[str, Reasons]:
+def keys_without_effect(config: Config) -> dict[str, dict[str, str]]:
     """Section -> key -> why it has no effect in this configuration, for every section."""
-    rules: Mapping[str, Callable[[Config], Reasons]] = {
-        "data": _unused_in_data,
-        "curriculum": _unused_in_curriculum,
-        "sampling": _unused_in_sampling,
-        "reward": _unused_in_reward,
-        "env": _unused_in_env,
-        "algorithm": _unused_in_algorithm,
-        "correction": _unused_in_correction,
-        "critic": _unused_in_critic,
-        "distillation": _unused_in_distillation,
-        "trainer": _unused_in_trainer,
-        "engine": _unused_in_engine,
-        "orchestrator": _unused_in_orchestrator,
-        "weights": _unused_in_weights,
-        "eval": _unused_in_eval,
-        "metrics": _unused_in_metrics,
-        "runtime": _unused_in_runtime,
-        "ray": _unused_in_ray,
-        "service": _unused_in_service,
-    }
-    return {name: rules[name](config) if name in rules else {} for name in type(config).model_fields}
+    unused: dict[str, dict[str, str]] = {section: {} for section in type(config).model_fields}
+    for rules in (
+        _unused_for_prompts,
+        _unused_for_rewards,
+        _unused_for_the_loss,
+        _unused_for_auxiliary_models,
+        _unused_for_processes,
+        _unused_for_versions,
+        _unused_for_placement,
+    ):
+        for section, reason, *keys in rules(config):
+            unused[section] |= dict.fromkeys(keys, reason)
+    return unused
 
 
-def _unused_in_data(config: Config) -> Reasons:
-    unused: Reasons = {}
+def _unused_for_prompts(config: Config) -> Iterator[Unused]:
+    data = config.data
     if config.source:
-        unused |= dict.fromkeys(_OF_FOLDER, "with [[source]]: each source has its own")
-    if config.data.path == "gcd":
-        unused |= dict.fromkeys(("prompt_key", "image_key", *_OF_FOLDER), "with data.path = gcd")
-    if config.data.path == "service":
+        yield "data", "with [[source]]: each source has its own", *_OF_FOLDER
+    if data.path == "gcd":
+        yield "data", "with data.path = gcd", "prompt_key", "image_key", *_OF_FOLDER
+    if data.path == "service":
         reason = "with data.path = service: each prompt is used once, in the order of arrival"
-        unused |= dict.fromkeys((*_OF_FOLDER, "shuffle"), reason)
+        yield "data", reason, *_OF_FOLDER, "shuffle"
         if not config.has_held_out:
-            unused["filter_overlong_prompts"] = (
-                "with data.path = service: an upload with such a prompt is refused"
-            )
-    if not config.data.chat_template:
-        unused["system_prompt"] = "without data.chat_template = true"
-    return unused
+            reason = "with data.path = service: an upload with such a prompt is refused"
+            yield "data", reason, "filter_overlong_prompts"
+    if not data.chat_template:
+        yield "data", "without data.chat_template = true", "system_prompt"
+    if not config.curriculum.is_on:
+        reason = "without curriculum.easy_threshold or curriculum.hard_threshold"
+        yield "curriculum", reason, "skip_epochs"
+    if config.eval.every >= config.run.steps:
+        reason = f"with run.steps = {config.run.steps}: no evaluation is due during training"
+        yield "eval", reason, "every"
+    if config.eval.path == "gcd":
+        yield "eval", "with eval.path = gcd", *_OF_FOLDER
+    if config.eval_source:
+        yield "eval", "with [[eval_source]]: each source has its own", *_OF_FOLDER
 
 
-def _unused_in_curriculum(config: Config) -> Reasons:
-    if config.curriculum.is_on:
-        return {}
-    return {"skip_epochs": "without curriculum.easy_threshold or curriculum.hard_threshold"}
-
-
-def _unused_in_sampling(config: Config) -> Reasons:
-    if config.has_episodes:
-        return {}
-    return {"max_turn_length": "without env.environment, env.hosts or service.agents"}
-
-
-def _unused_in_reward(config: Config) -> Reasons:
+def _unused_for_rewards(config: Config) -> Iterator[Unused]:
     if config.reward.function is None:
-        return dict.fromkeys(("timeout_s", "num_workers"), "without reward.function")
+        yield "reward", "without reward.function", "timeout_s", "num_workers"
     if config.reward.function == "service":
-        return {"num_workers": "with reward.function = service: external workers score"}
-    return {}
-
-
-def _unused_in_env(config: Config) -> Reasons:
-    unused: Reasons = {}
+        yield "reward", "with reward.function = service: external workers score", "num_workers"
+    if not config.has_episodes:
+        yield "sampling", "without env.environment, env.hosts or service.agents", "max_turn_length"
     if not config.env.has_environments:
-        unused |= dict.fromkeys(("num_workers", "max_turns", "timeout_s"), "without env.environment")
+        yield "env", "without env.environment", "num_workers", "max_turns", "timeout_s"
     if not config.env.hosts:
-        unused["token_file"] = "without env.hosts"
-    return unused
+        yield "env", "without env.hosts", "token_file"
+    if config.external_source is None:
+        yield "service", "in a run that needs no external input", "idle_timeout_s"
+    if not config.service.agents:
+        yield "service", "without service.agents = true", "session_timeout_s"
 
 
-def _unused_in_algorithm(config: Config) -> Reasons:
-    algorithm = config.algorithm
-    unused: Reasons = {}
+def _unused_for_the_loss(config: Config) -> Iterator[Unused]:
+    algorithm, correction = config.algorithm, config.correction
     if algorithm.policy_loss not in ("dual_clip", "triplet_clip"):
-        unused["clip_ratio_c"] = "without policy_loss = dual_clip or triplet_clip"
+        yield "algorithm", "without policy_loss = dual_clip or triplet_clip", "clip_ratio_c"
     if algorithm.policy_loss == "online_dpo":
         reason = "with policy_loss = online_dpo: it compares two responses, relative to the initial policy"
         keys = ("adv_estimator", "clip_ratio_low", "clip_ratio_high", "kl_loss_coef", "entropy_coeff")
-        unused |= dict.fromkeys(keys, reason)
+        yield "algorithm", reason, *keys
     else:
-        unused["dpo_beta"] = "without policy_loss = online_dpo"
-    settings = algorithm.policy_loss, config.correction.proximal, config.orchestrator.max_staleness
+        yield "algorithm", "without policy_loss = online_dpo", "dpo_beta"
+    settings = algorithm.policy_loss, correction.proximal, config.orchestrator.max_staleness
     never_clipped = recipe.never_clipped_reason(*settings, config.trainer.mini_batch_tokens)
     if never_clipped is not None:
-        unused |= dict.fromkeys(("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"), never_clipped)
+        yield "algorithm", never_clipped, "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"
     if algorithm.adv_estimator != "gae":
-        unused |= dict.fromkeys(("gamma", "lam"), "without adv_estimator = gae")
+        yield "algorithm", "without adv_estimator = gae", "gamma", "lam"
     if not algorithm.kl_loss_coef:
-        unused["kl_loss_type"] = "with kl_loss_coef = 0"
+        yield "algorithm", "with kl_loss_coef = 0", "kl_loss_type"
     if not algorithm.overlong_buffer_tokens:
-        unused["overlong_penalty"] = "with overlong_buffer_tokens = 0"
-    return unused
-
-
-def _unused_in_correction(config: Config) -> Reasons:
-    unused: Reasons = {}
-    for level, name, keys in (
-        ("token", "tis", ("tis_cap",)),
-        ("token", "icepop", ("icepop_low", "icepop_high")),
-        ("sequence", "mis", ("mis_low", "mis_high")),
-    ):
-        if getattr(config.correction, level) != name:
-            unused |= dict.fromkeys(keys, f"without correction.{level} = {name}")
+        yield "algorithm", "with overlong_buffer_tokens = 0", "overlong_penalty"
+    if correction.token != "tis":
+        yield "correction", "without correction.token = tis", "tis_cap"
+    if correction.token != "icepop":
+        yield "correction", "without correction.token = icepop", "icepop_low", "icepop_high"
+    if correction.sequence != "mis":
+        yield "correction", "without correction.sequence = mis", "mis_low", "mis_high"
     if config.orchestrator.max_staleness == 0:
-        unused["staleness_decay"] = "with max_staleness = 0: all samples have staleness 0"
-    return unused
+        reason = "with max_staleness = 0: all samples have staleness 0"
+        yield "correction", reason, "staleness_decay"
 
 
-def _unused_in_critic(config: Config) -> Reasons:
-    if not _uses_critic(config):
-        return dict.fromkeys(type(config.critic).model_fields, "without algorithm.adv_estimator = gae")
-    if config.critic.ppo_epochs == 1 and config.trainer.mini_batch_tokens is None:
-        reason = "with critic.ppo_epochs = 1: in the only update of a step no value has changed yet"
-        return {"cliprange_value": reason}
-    return {}
-
-
-def _unused_in_distillation(config: Config) -> Reasons:
-    if not config.distillation.teachers:
-        return dict.fromkeys(("coef", "reward_coef", "timeout_s"), "without distillation.teachers")
-    if not config.distillation.servers:
-        return {"timeout_s": "without a teacher on a server"}
-    return {}
-
-
-def _unused_in_trainer(config: Config) -> Reasons:
-    unused: Reasons = {}
-    if config.engine.exact_logprobs:
-        unused["routing_replay"] = "with engine.exact_logprobs = true: both route tokens identically"
-    if not config.trainer.lora_rank:
-        unused |= dict.fromkeys(("lora_alpha", "lora_targets"), "without trainer.lora_rank")
-    elif config.trainer.offload_optimizer:
-        unused["offload_optimizer"] = "with trainer.lora_rank: the moments of adapters are small"
-    return unused | _unused_aux_workers(config)
-
-
-def _unused_aux_workers(config: Config) -> Reasons:
-    algorithm, workers = config.algorithm, config.trainer.aux_workers
+def _unused_for_auxiliary_models(config: Config) -> Iterator[Unused]:
     if not config.aux_workers:
-        return {"aux_device": "without trainer.aux_workers or distillation.teachers"}
+        yield "trainer", "without trainer.aux_workers or distillation.teachers", "aux_device"
+    elif (reason := _unused_aux_worker(config)) is not None:
+        yield "trainer", reason, "aux_workers"
+    if not _uses_critic(config):
+        yield "critic", "without algorithm.adv_estimator = gae", *type(config.critic).model_fields
+    elif config.critic.ppo_epochs == 1 and config.trainer.mini_batch_tokens is None:
+        reason = "with critic.ppo_epochs = 1: in the only update of a step no value has changed yet"
+        yield "critic", reason, "cliprange_value"
+    if not config.distillation.teachers:
+        yield "distillation", "without distillation.teachers", "coef", "reward_coef", "timeout_s"
+    elif not config.distillation.servers:
+        yield "distillation", "without a teacher on a server", "timeout_s"
+
+
+def _unused_aux_worker(config: Config) -> str | None:
+    """Why the first of `trainer.aux_workers` without effect has none."""
+    algorithm, proximal = config.algorithm, config.correction.proximal
     reasons: dict[str, str] = {}
     if not algorithm.kl_loss_coef and not _compares_pairs(config):
         reasons["reference"] = "kl_loss_coef = 0: the loss does not use the initial policy"
-    if config.correction.proximal != "recomputed":
-        reasons["proximal"] = (
-            f"correction.proximal = {config.correction.proximal}: it recomputes no log-probs"
-        )
+    if proximal != "recomputed":
+        reasons["proximal"] = f"correction.proximal = {proximal}: it recomputes no log-probs"
     if not _uses_critic(config):
         reasons["critic"] = f"algorithm.adv_estimator = {algorithm.adv_estimator}: there is no critic"
-    for name, reason in reasons.items():
-        if name in workers:
-            return {"aux_workers": f"for {name}, with {reason}"}
-    return {}
+    workers = config.trainer.aux_workers
+    return next((f"for {name}, with {reasons[name]}" for name in reasons if name in workers), None)
 
 
-def _unused_in_engine(config: Config) -> Reasons:
+def _unused_for_processes(config: Config) -> Iterator[Unused]:
+    trainer = config.trainer
+    if config.engine.exact_logprobs:
+        reason = "with engine.exact_logprobs = true: both route tokens identically"
+        yield "trainer", reason, "routing_replay"
+    if not trainer.lora_rank:
+        yield "trainer", "without trainer.lora_rank", "lora_alpha", "lora_targets"
+    elif trainer.offload_optimizer:
+        reason = "with trainer.lora_rank: the moments of adapters are small"
+        yield "trainer", reason, "offload_optimizer"
     if config.engine.backend is None:
-        unused = {"options": "without engine.backend: they are arguments of its class"}
-        if config.breaks_c1:
-            policy = config.orchestrator.update_policy
-            unused["kv_transfer"] = f"with update_policy = {policy}: requests do not migrate"
-        return unused
-    own = ("kernels", "num_kv_blocks", "max_prefill_tokens", "min_step_time")
-    return dict.fromkeys(own, "with engine.backend: it is a setting of DORA-RL's own engine")
+        yield "engine", "without engine.backend: they are arguments of its class", "options"
+    else:
+        reason = "with engine.backend: it is a setting of DORA-RL's own engine"
+        yield "engine", reason, "kernels", "num_kv_blocks", "max_prefill_tokens", "min_step_time"
+    if not {"wandb", "trackio", "otel"} & {*config.metrics.report_to}:
+        yield "metrics", "unless metrics.report_to names wandb, trackio or otel", "project"
+    if config.runtime.kind != "ray":
+        yield "ray", "without runtime.kind = ray", *type(config.ray).model_fields
+    elif trainer.num_ranks == 1:
+        yield "ray", "with trainer.num_ranks = 1", "trainer_nodes"
+    elif not config.ray.address:
+        yield "ray", "without ray.address: the cluster has one node", "trainer_nodes"
 
 
-def _unused_in_orchestrator(config: Config) -> Reasons:
+def _unused_for_versions(config: Config) -> Iterator[Unused]:
     rules = config.orchestrator
-    policy, unused = rules.update_policy, Reasons()
-    if policy != "drain":
-        unused["batches_per_version"] = "without update_policy = drain"
-    if policy not in ("dora", *BREAKS_C1):
-        unused["weight_sync_interval"] = f"with update_policy = {policy}: one version is live"
-    if (reason := _unused_ablation(config)) is not None:
-        unused["ablations"] = reason
+    one_live = f"with update_policy = {rules.update_policy}: one version is live"
+    if rules.update_policy != "drain":
+        yield "orchestrator", "without update_policy = drain", "batches_per_version"
     if rules.staleness_mode == "fixed":
-        keys = ("min_ess", "max_kl", "staleness_window")
-        unused |= dict.fromkeys(keys, "without orchestrator.staleness_mode = adaptive")
-    if config.breaks_c1 and rules.placement != "colocated":
-        unused["placement"] = f"with update_policy = {policy}: requests do not migrate"
+        reason = "without orchestrator.staleness_mode = adaptive"
+        yield "orchestrator", reason, "min_ess", "max_kl", "staleness_window"
+    if rules.update_policy not in ("dora", *BREAKS_C1):
+        yield "orchestrator", one_live, "weight_sync_interval"
+        yield "weights", one_live, "skip_below_kl"
+    elif rules.max_staleness == 0:
+        yield "weights", "with max_staleness = 0: the bound requires every version", "skip_below_kl"
+    elif config.service.trainer == "external":
+        yield "weights", "with service.trainer = external: it reports no KL", "skip_below_kl"
+
+
+def _unused_for_placement(config: Config) -> Iterator[Unused]:
+    rules = config.orchestrator
+    if (reason := _unused_ablation(config)) is not None:
+        yield "orchestrator", reason, "ablations"
+    if config.breaks_c1:
+        reason = f"with update_policy = {rules.update_policy}: requests do not migrate"
+        if config.engine.backend is None:
+            yield "engine", reason, "kv_transfer"
+        if rules.placement != "colocated":
+            yield "orchestrator", reason, "placement"
     if (reason := _no_migration_reason(config)) is not None:
-        unused["balance_running"] = reason
+        yield "orchestrator", reason, "balance_running"
+        yield "runtime", reason, "migration_timeout_s"
         if config.has_static_placement:  # else engines change versions, which these keys also control
-            unused |= dict.fromkeys(("rebalance_interval_s", "kv_watermark"), reason)
-    return unused
+            yield "orchestrator", reason, "rebalance_interval_s", "kv_watermark"
 
 
 def _unused_ablation(config: Config) -> str | None:
@@ -749,56 +739,6 @@ def _unused_ablation(config: Config) -> str | None:
         names = ("moves", "shares", "fill", "remainders", "room")
         reasons = dict.fromkeys(names, f"{_static_setting(config)}: engines keep their versions and requests")
     return next((f"for {name}, with {reasons[name]}" for name in rules.ablations if name in reasons), None)
-
-
-def _unused_in_weights(config: Config) -> Reasons:
-    policy = config.orchestrator.update_policy
-    if policy not in ("dora", *BREAKS_C1):
-        return {"skip_below_kl": f"with update_policy = {policy}: one version is live"}
-    if config.orchestrator.max_staleness == 0:
-        return {"skip_below_kl": "with max_staleness = 0: the bound requires every version"}
-    if config.service.trainer == "external":
-        return {"skip_below_kl": "with service.trainer = external: it reports no KL"}
-    return {}
-
-
-def _unused_in_eval(config: Config) -> Reasons:
-    unused: Reasons = {}
-    if config.eval.every >= config.run.steps:
-        unused["every"] = f"with run.steps = {config.run.steps}: no evaluation is due during training"
-    if config.eval.path == "gcd":
-        unused |= dict.fromkeys(_OF_FOLDER, "with eval.path = gcd")
-    if config.eval_source:
-        unused |= dict.fromkeys(_OF_FOLDER, "with [[eval_source]]: each source has its own")
-    return unused
-
-
-def _unused_in_metrics(config: Config) -> Reasons:
-    if {"wandb", "trackio", "otel"} & {*config.metrics.report_to}:
-        return {}
-    return {"project": "unless metrics.report_to names wandb, trackio or otel"}
-
-
-def _unused_in_runtime(config: Config) -> Reasons:
-    reason = _no_migration_reason(config)
-    return {} if reason is None else {"migration_timeout_s": reason}
-
-
-def _unused_in_ray(config: Config) -> Reasons:
-    if config.runtime.kind != "ray":
-        return dict.fromkeys(type(config.ray).model_fields, "without runtime.kind = ray")
-    if config.trainer.num_ranks == 1:
-        return {"trainer_nodes": "with trainer.num_ranks = 1"}
-    return {} if config.ray.address else {"trainer_nodes": "without ray.address: the cluster has one node"}
-
-
-def _unused_in_service(config: Config) -> Reasons:
-    unused: Reasons = {}
-    if config.external_source is None:
-        unused["idle_timeout_s"] = "in a run that needs no external input"
-    if not config.service.agents:
-        unused["session_timeout_s"] = "without service.agents = true"
-    return unused
 
 
 def _no_migration_reason(config: Config) -> str | None:
