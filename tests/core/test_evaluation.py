@@ -8,34 +8,14 @@ import pytest
 from tests.core.fake_workers import FakeWorkers, limits
 from tests.core.midrun import add_engine, add_running, state_at
 
-from dora.core import evaluation, weight_sync
-from dora.core.actions import (
-    Admit,
-    FinishEvaluation,
-    Generate,
-    Load,
-    Retire,
-    Score,
-    SkipEvaluation,
-    StartEvaluation,
-    Stop,
-    Train,
-)
-from dora.core.events import (
-    EngineLost,
-    Event,
-    GroupScored,
-    RequestFinished,
-    ScoringFailed,
-    Trained,
-)
+from dora.core import actions, evaluation, events, weight_sync
 from dora.core.state import EvaluationRecord, State
 from dora.core.types import EvaluationRule, GroupId, ProtocolError, RequestId
 
 
-def is_held_out(event: Event) -> bool:
+def is_held_out(event: events.Event) -> bool:
     """Whether an event finishes a held-out request of an evaluation during or after training."""
-    return isinstance(event, RequestFinished) and event.request.epoch < -1
+    return isinstance(event, events.RequestFinished) and event.request.epoch < -1
 
 
 def new_run(every: int = 1, num_prompts: int = 4, num_answers: int = 2, **changes: Any) -> FakeWorkers:
@@ -46,17 +26,17 @@ def new_run(every: int = 1, num_prompts: int = 4, num_answers: int = 2, **change
 
 def started(run: FakeWorkers) -> list[RequestId]:
     """Held-out requests of the evaluations during and after training, in the order of their placement."""
-    given = [request for action in run.actions(Generate) for request in action.requests]
+    given = [request for action in run.actions(actions.Generate) for request in action.requests]
     return [request for request in given if request.epoch < -1]
 
 
-def is_withheld(event: Event) -> bool:
-    return is_held_out(event) or isinstance(event, Trained)
+def is_withheld(event: events.Event) -> bool:
+    return is_held_out(event) or isinstance(event, events.Trained)
 
 
 def train(run: FakeWorkers) -> None:
     """Finish the running step."""
-    run.deliver(next(event for event in run.pending if isinstance(event, Trained)))
+    run.deliver(next(event for event in run.pending if isinstance(event, events.Trained)))
 
 
 def train_to(run: FakeWorkers, version: int) -> None:
@@ -78,8 +58,8 @@ def test_the_first_the_last_and_every_n_th_version_are_evaluated(every: int, ver
     run.join(0, rows=64, slots=3)
     run.deliver_all()
     assert run.orchestrator.done
-    assert [action.version for action in run.actions(StartEvaluation)] == versions
-    assert [action.version for action in run.actions(FinishEvaluation)] == versions
+    assert [action.version for action in run.actions(actions.StartEvaluation)] == versions
+    assert [action.version for action in run.actions(actions.FinishEvaluation)] == versions
     first = -1 - versions[1]
     assert started(run)[:3] == [RequestId(first, 0, 0), RequestId(first, 0, 1), RequestId(first, 1, 0)]
     assert len(started(run)) == len({*started(run)}) == (len(versions) - 1) * 4 * 2
@@ -89,15 +69,15 @@ def test_nothing_is_admitted_before_version_0_is_evaluated_on_all_rows() -> None
     run = new_run(num_prompts=8)
     run.join(0, rows=4, slots=1)
     run.join(1, rows=8, slots=1)
-    run.deliver_all(unless=lambda event: isinstance(event, RequestFinished))
+    run.deliver_all(unless=lambda event: isinstance(event, events.RequestFinished))
     assert [engine.loaded for engine in run.state.engines.values()] == [{0}, {0}]
     assert len(run.state.requests) == 12
-    assert run.actions(Admit) == []
-    run.deliver_all(unless=lambda event: isinstance(event, GroupScored))
-    assert (run.state.requests, run.actions(Admit)) == ({}, [])
-    run.deliver_all(unless=lambda event: isinstance(event, RequestFinished))
+    assert run.actions(actions.Admit) == []
+    run.deliver_all(unless=lambda event: isinstance(event, events.GroupScored))
+    assert (run.state.requests, run.actions(actions.Admit)) == ({}, [])
+    run.deliver_all(unless=lambda event: isinstance(event, events.RequestFinished))
     kinds = [type(action) for action in run.emitted]
-    assert kinds.index(FinishEvaluation) < kinds.index(Admit)
+    assert kinds.index(actions.FinishEvaluation) < kinds.index(actions.Admit)
 
 
 @pytest.mark.parametrize("changes", [{}, {"batches_per_version": 1}, {"defers_loads": True}])
@@ -123,8 +103,8 @@ def test_the_last_version_waits_for_a_running_evaluation_and_is_not_skipped() ->
     assert run.state.evaluation.version == 4
     run.deliver_all()
     assert run.orchestrator.done
-    assert [action.version for action in run.actions(FinishEvaluation)] == [0, 4, 6]
-    assert run.actions(SkipEvaluation) == []
+    assert [action.version for action in run.actions(actions.FinishEvaluation)] == [0, 4, 6]
+    assert run.actions(actions.SkipEvaluation) == []
 
 
 def test_a_run_that_gets_more_steps_evaluates_its_new_end() -> None:
@@ -135,20 +115,20 @@ def test_a_run_that_gets_more_steps_evaluates_its_new_end() -> None:
     run.join(1, rows=8, slots=1)
     run.deliver_all()
     assert run.orchestrator.done
-    assert [action.version for action in run.actions(FinishEvaluation)] == [0, 6, 8]
+    assert [action.version for action in run.actions(actions.FinishEvaluation)] == [0, 6, 8]
 
 
 def test_a_run_that_crashed_in_the_evaluation_before_training_continues_it() -> None:
     run = new_run()
     run.join(0, rows=4, slots=1)
-    run.deliver_all(unless=lambda event: isinstance(event, RequestFinished))
+    run.deliver_all(unless=lambda event: isinstance(event, events.RequestFinished))
     run.deliver(run.deliverable()[0])
     run.crash(from_step=0)
     run.join(1, rows=4, slots=1)
     run.deliver_all()
     assert run.orchestrator.done
-    assert [a.version for a in run.actions(StartEvaluation)][:2] == [0, 1]
-    scored = [action.group for action in run.actions(Score) if action.group.epoch == -1]
+    assert [a.version for a in run.actions(actions.StartEvaluation)][:2] == [0, 1]
+    scored = [action.group for action in run.actions(actions.Score) if action.group.epoch == -1]
     assert len(scored) == len({*scored}) == 4
 
 
@@ -156,7 +136,7 @@ def test_held_out_requests_run_on_the_evaluated_version() -> None:
     run = new_run()
     run.join(0, rows=8, slots=3)
     run.deliver_all()
-    for action in run.actions(Generate):
+    for action in run.actions(actions.Generate):
         assert all(action.version == -1 - r.epoch for r in action.requests if r.is_held_out)
 
 
@@ -176,7 +156,7 @@ def test_training_continues_during_an_evaluation() -> None:
     run.join(0, rows=8, slots=3)
     train_to(run, 6)
     assert run.state.evaluation is not None
-    assert [action.step for action in run.actions(Train)][:6] == [*range(6)]
+    assert [action.step for action in run.actions(actions.Train)][:6] == [*range(6)]
     assert len(started(run)) == 1
 
 
@@ -184,7 +164,7 @@ def test_an_evaluation_due_during_another_is_skipped() -> None:
     run = new_run()
     run.join(0, rows=8, slots=3)
     train_to(run, 3)
-    assert run.actions(SkipEvaluation) == [SkipEvaluation(2, 1), SkipEvaluation(3, 1)]
+    assert run.actions(actions.SkipEvaluation) == [actions.SkipEvaluation(2, 1), actions.SkipEvaluation(3, 1)]
 
 
 def test_the_evaluated_version_stays_stored_and_its_only_copy_loaded() -> None:
@@ -193,18 +173,18 @@ def test_the_evaluated_version_stays_stored_and_its_only_copy_loaded() -> None:
     train_to(run, 5)
     assert 3 in run.state.stored_versions
     assert 3 in run.state.engines[0].loaded
-    run.deliver_all(unless=lambda event: isinstance(event, Trained))
+    run.deliver_all(unless=lambda event: isinstance(event, events.Trained))
     train(run)
-    run.deliver_all(unless=lambda event: isinstance(event, Trained))
+    run.deliver_all(unless=lambda event: isinstance(event, events.Trained))
     assert 3 not in run.state.stored_versions
-    assert Retire(3) in run.emitted
+    assert actions.Retire(3) in run.emitted
 
 
 def test_the_run_waits_for_the_evaluation_and_gives_it_all_rows() -> None:
     run = new_run(every=3)
     run.join(0, rows=8, slots=3)
     train_to(run, 6)
-    assert (run.state.newest_published, run.actions(Stop)) == (6, [])
+    assert (run.state.newest_published, run.actions(actions.Stop)) == (6, [])
     assert sum(request.is_held_out for request in run.state.requests) == 8
     assert 6 not in run.state.engines[0].loaded
     run.deliver_all()
@@ -221,7 +201,7 @@ def test_the_newest_version_waits_only_for_running_held_out_requests() -> None:
     finish_one(run)
     assert started(run) == running, "no request starts where the newest is about to be loaded"
     finish_one(run)
-    assert run.actions(Load)[-1] == Load(0, 2)
+    assert run.actions(actions.Load)[-1] == actions.Load(0, 2)
 
 
 def test_the_evaluated_version_is_loaded_again_while_a_step_trains() -> None:
@@ -230,15 +210,15 @@ def test_the_evaluated_version_is_loaded_again_while_a_step_trains() -> None:
     train_to(run, 6)
     finish_one(run)
     finish_one(run)
-    assert run.actions(Load)[-1] == Load(0, 6)
+    assert run.actions(actions.Load)[-1] == actions.Load(0, 6)
     assert len(started(run)) == 2
     run.now += 2.0
     run.deliver_all(unless=is_withheld)
     assert run.state.training_step == 6
-    assert run.actions(Load)[-1] == Load(0, 5)
+    assert run.actions(actions.Load)[-1] == actions.Load(0, 5)
     assert len(started(run)) == 8
-    run.deliver_all(unless=lambda event: isinstance(event, Trained))
-    assert run.actions(FinishEvaluation) == [FinishEvaluation(0), FinishEvaluation(5)]
+    run.deliver_all(unless=lambda event: isinstance(event, events.Trained))
+    assert run.actions(actions.FinishEvaluation) == [actions.FinishEvaluation(0), actions.FinishEvaluation(5)]
 
 
 def test_no_engine_reloads_the_live_version_for_an_evaluation_that_needs_no_rows() -> None:
@@ -277,7 +257,7 @@ def test_no_version_is_evicted_for_an_evaluation_while_another_engine_is_loading
 def test_an_unused_engine_loads_the_evaluated_version() -> None:
     state = state_with_overdue_evaluation()
     add_engine(state, 1, rows=2, loaded=())
-    assert weight_sync.load_for_evaluation(state, is_rebalance=False) == [Load(1, 0)]
+    assert weight_sync.load_for_evaluation(state, is_rebalance=False) == [actions.Load(1, 0)]
 
 
 def test_held_out_requests_restart_on_their_version_after_the_loss_of_their_engine() -> None:
@@ -286,8 +266,8 @@ def test_held_out_requests_restart_on_their_version_after_the_loss_of_their_engi
     train_to(run, 3)
     (request,) = started(run)
     run.join(1, rows=4, slots=3)
-    run.pending = [event for event in run.pending if not isinstance(event, RequestFinished)]
-    run.deliver(EngineLost(0, "killed"))
+    run.pending = [event for event in run.pending if not isinstance(event, events.RequestFinished)]
+    run.deliver(events.EngineLost(0, "killed"))
     run.deliver_all(unless=is_withheld)
     assert started(run) == [request, request]
     assert run.state.requests[request].engine == 1
@@ -299,14 +279,14 @@ def test_a_resumed_run_resumes_its_evaluation() -> None:
     train_to(run, 4)
     finish_one(run)
     finish_one(run)
-    scoring = run.actions(Score)[-1].group
+    scoring = run.actions(actions.Score)[-1].group
     assert scoring == GroupId(-3, 0)
-    assert Score(scoring) in run.crash(from_step=3)
+    assert actions.Score(scoring) in run.crash(from_step=3)
     run.join(1, rows=8, slots=3)
     run.deliver_all()
     assert run.orchestrator.done
-    evaluated = [action.version for action in run.actions(FinishEvaluation)]
-    assert evaluated == [action.version for action in run.actions(StartEvaluation)]
+    evaluated = [action.version for action in run.actions(actions.FinishEvaluation)]
+    assert evaluated == [action.version for action in run.actions(actions.StartEvaluation)]
     assert len({*started(run)}) == 8 * len(evaluated[1:])
 
 
@@ -318,7 +298,7 @@ def test_held_out_requests_wait_until_their_version_is_published_again() -> None
     run.join(1, rows=8, slots=3)
     run.deliver_all()
     assert run.orchestrator.done
-    assert len({*started(run)}) == 8 * len(run.actions(StartEvaluation)[1:])
+    assert len({*started(run)}) == 8 * len(run.actions(actions.StartEvaluation)[1:])
 
 
 def test_a_prompt_with_a_failed_answer_is_not_scored_and_the_others_are() -> None:
@@ -328,7 +308,7 @@ def test_a_prompt_with_a_failed_answer_is_not_scored_and_the_others_are() -> Non
     run.fail_request(started(run)[0])
     run.deliver_all()
     assert run.orchestrator.done
-    assert [o.group for o in run.actions(Score) if o.group.epoch == -6] == [GroupId(-6, 1)]
+    assert [o.group for o in run.actions(actions.Score) if o.group.epoch == -6] == [GroupId(-6, 1)]
     assert run.state.num_failed == 0
 
 
@@ -337,8 +317,8 @@ def test_a_prompt_that_cannot_be_scored_is_done() -> None:
     run.join(0, rows=8, slots=3)
     train_to(run, 5)
     finish_one(run)
-    run.pending.remove(GroupScored(GroupId(-6, 0), (0.0,)))
-    assert FinishEvaluation(5) in run.deliver(ScoringFailed(GroupId(-6, 0), "no"))
+    run.pending.remove(events.GroupScored(GroupId(-6, 0), (0.0,)))
+    assert actions.FinishEvaluation(5) in run.deliver(events.ScoringFailed(GroupId(-6, 0), "no"))
     run.deliver_all()
     assert run.state.num_failed == 0
 
@@ -346,12 +326,12 @@ def test_a_prompt_that_cannot_be_scored_is_done() -> None:
 @pytest.mark.parametrize(
     ("event", "rule"),
     [
-        (GroupScored(GroupId(-6, 1), (1.0, 1.0)), "the held-out prompt must be awaiting its score"),
-        (ScoringFailed(GroupId(-2, 0), "no"), "the held-out prompt must be awaiting its score"),
-        (GroupScored(GroupId(-6, 0), (1.0,)), "every response must have a reward"),
+        (events.GroupScored(GroupId(-6, 1), (1.0, 1.0)), "the held-out prompt must be awaiting its score"),
+        (events.ScoringFailed(GroupId(-2, 0), "no"), "the held-out prompt must be awaiting its score"),
+        (events.GroupScored(GroupId(-6, 0), (1.0,)), "every response must have a reward"),
     ],
 )
-def test_unexpected_rewards_are_rejected(event: Event, rule: str) -> None:
+def test_unexpected_rewards_are_rejected(event: events.Event, rule: str) -> None:
     run = new_run(every=5)
     run.join(0, rows=16, slots=3)
     train_to(run, 5)

@@ -6,17 +6,7 @@ import pytest
 from tests.core.fake_workers import FakeWorkers, limits
 from tests.core.midrun import add_engine, add_running, add_waiting, state_at, state_with_tail
 
-from dora.core import weight_sync
-from dora.core.actions import Drop, Load, Migrate
-from dora.core.events import (
-    DrainRequested,
-    EngineJoined,
-    EngineLost,
-    Event,
-    ProgressReported,
-    Published,
-    TimerFired,
-)
+from dora.core import actions, events, weight_sync
 from dora.core.migration import migrate
 from dora.core.placement import repartition
 from dora.core.state import State
@@ -39,10 +29,10 @@ def test_the_engine_with_least_kv_evicts_its_version() -> None:
 def test_its_request_migrates_and_then_it_loads() -> None:
     run = FakeWorkers(BOUNDS, state=state_with_tail())
     run.now = 1.0
-    assert run.deliver(TimerFired())[0] == Migrate(RequestId(0, 0, 0), 0, 1, 0, "flip")
+    assert run.deliver(events.TimerFired())[0] == actions.Migrate(RequestId(0, 0, 0), 0, 1, 0, "flip")
     run.deliver_all(unless=lambda event: not hasattr(event, "destination"))
-    assert run.actions(Drop) == [Drop(0, 0)]
-    assert run.actions(Load) == [Load(0, 1)]
+    assert run.actions(actions.Drop) == [actions.Drop(0, 0)]
+    assert run.actions(actions.Load) == [actions.Load(0, 1)]
     assert run.dataset_rows(1) == [0, 1]
 
 
@@ -172,37 +162,37 @@ def test_engines_of_several_slots_evict_the_version_with_least_kv_and_may_exchan
 @pytest.mark.parametrize(
     "trigger",
     [
-        EngineJoined(3, 4, 1),
-        DrainRequested(2),
-        EngineLost(2, "killed"),
-        ProgressReported(2, (), kv_usage=0.95),
-        Published(2, "v2"),
+        events.EngineJoined(3, 4, 1),
+        events.DrainRequested(2),
+        events.EngineLost(2, "killed"),
+        events.ProgressReported(2, (), kv_usage=0.95),
+        events.Published(2, "v2"),
     ],
 )
-def test_these_events_trigger_a_rebalance(trigger: Event) -> None:
+def test_these_events_trigger_a_rebalance(trigger: events.Event) -> None:
     state = state_with_tail()
     state.publishing_version, state.next_step = 2, 2
     run = FakeWorkers(BOUNDS, state=state)
     run.deliver(trigger)
-    assert Migrate(RequestId(0, 0, 0), 0, 1, 0, "flip") in run.actions(Migrate)
+    assert actions.Migrate(RequestId(0, 0, 0), 0, 1, 0, "flip") in run.actions(actions.Migrate)
 
 
 @pytest.mark.parametrize(
     "event",
     [
-        TimerFired(),
-        ProgressReported(2, (), 20.0, kv_usage=0.5),
-        ProgressReported(0, ((RequestId(0, 0, 0), 110),)),
+        events.TimerFired(),
+        events.ProgressReported(2, (), 20.0, kv_usage=0.5),
+        events.ProgressReported(0, ((RequestId(0, 0, 0), 110),)),
     ],
 )
-def test_other_events_trigger_a_rebalance_only_after_the_interval(event: Event) -> None:
+def test_other_events_trigger_a_rebalance_only_after_the_interval(event: events.Event) -> None:
     run = FakeWorkers(BOUNDS, state=state_with_tail())
     run.now = 0.9
     run.deliver(event)
-    assert run.actions(Migrate) == []
+    assert run.actions(actions.Migrate) == []
     run.now = 1.0
     run.deliver(event)
-    assert len(run.actions(Migrate)) == 1
+    assert len(run.actions(actions.Migrate)) == 1
 
 
 def test_a_needless_load_is_cancelled() -> None:

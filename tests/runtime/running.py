@@ -98,6 +98,18 @@ class Run:
             self._ended = CommandResult(self._process.returncode, out, err)
         return self._ended
 
+    def succeed(self, timeout_s: float = TIMEOUT_S) -> CommandResult:
+        """Wait for the end, which must be with code 0."""
+        ended = self.end(timeout_s)
+        assert ended.code == 0, ended
+        return ended
+
+    def audit(self, *options: str, timeout_s: float = TIMEOUT_S) -> str:
+        """The output of `dora audit`, which must find nothing."""
+        audit = dora("audit", self.out, *options, timeout_s=timeout_s)
+        assert audit.code == 0, audit
+        return audit.out
+
     def kill_all(self) -> None:
         """End the run and all its processes, also after a failed test."""
         if self._process.poll() is None:

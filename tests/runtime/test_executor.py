@@ -14,18 +14,7 @@ import pytest
 
 from dora.config import load
 from dora.config.schema import Config
-from dora.core.actions import Load, Publish, ReportStall, Score, Train
-from dora.core.events import (
-    EngineJoined,
-    EngineLost,
-    Event,
-    GroupScored,
-    Loaded,
-    LoadFailed,
-    Published,
-    StepFailed,
-    Trained,
-)
+from dora.core import actions, events
 from dora.core.types import GroupId, RequestId
 from dora.errors import RunError
 from dora.runtime.executor import ProcessExecutor
@@ -53,7 +42,7 @@ def start(config: Config, folder: Path) -> ProcessExecutor:
     return executor
 
 
-def next_event(executor: ProcessExecutor) -> Event:
+def next_event(executor: ProcessExecutor) -> events.Event:
     deadline_s = executor.now + 30
     while executor.now < deadline_s:
         if (event := executor.next_event(deadline_s)) is not None:
@@ -65,24 +54,26 @@ def join_all(executor: ProcessExecutor) -> None:
     """Let both engines join."""
     executor.join_all()
     for _ in range(2):
-        assert isinstance(next_event(executor), EngineJoined)
+        assert isinstance(next_event(executor), events.EngineJoined)
 
 
 def test_an_engine_whose_weights_differ_from_the_published_ones_is_lost(executor: ProcessExecutor) -> None:
     join_all(executor)
-    executor.execute(Publish(0))
-    assert isinstance(next_event(executor), Published)
-    executor.execute(Load(0, 0))
-    assert isinstance(next_event(executor), Loaded)
+    executor.execute(actions.Publish(0))
+    assert isinstance(next_event(executor), events.Published)
+    executor.execute(actions.Load(0, 0))
+    assert isinstance(next_event(executor), events.Loaded)
     with executor.weights.path(0).open("rb+") as stored:
         stored.seek(-4, os.SEEK_END)
         stored.write(bytes(4))
-    executor.execute(Load(1, 0))
-    assert next_event(executor) == EngineLost(1, "its weights of version 0 differ from the published ones")
+    executor.execute(actions.Load(1, 0))
+    assert next_event(executor) == events.EngineLost(
+        1, "its weights of version 0 differ from the published ones"
+    )
     assert executor.engine_pool.active == {0}
-    executor.execute(Load(1, 0))  # a message to a lost engine is dropped
+    executor.execute(actions.Load(1, 0))  # a message to a lost engine is dropped
     psutil.Process(executor.engine_pool.workers[0].pid).kill()
-    assert next_event(executor) == EngineLost(0, "engine 0 was killed by SIGKILL")
+    assert next_event(executor) == events.EngineLost(0, "engine 0 was killed by SIGKILL")
     with pytest.raises(RunError, match="the last engine is lost: engine 0 was killed by SIGKILL"):
         next_event(executor)
 
@@ -99,26 +90,26 @@ def store_group(executor: ProcessExecutor, group: GroupId, token: int) -> GroupI
 def test_a_failed_step_changes_nothing_and_can_be_retried(executor: ProcessExecutor) -> None:
     good, bad = (store_group(executor, GroupId(0, row), token) for row, token in ((1, 3), (2, 10**6)))
     for version in (0, 1):
-        executor.execute(Train(0, (good, bad)))
+        executor.execute(actions.Train(0, (good, bad)))
         failed = next_event(executor)
-        assert isinstance(failed, StepFailed)
+        assert isinstance(failed, events.StepFailed)
         assert failed.step == 0
         assert "Error: " in failed.reason
-        executor.execute(Publish(version))
-        assert isinstance(next_event(executor), Published)
+        executor.execute(actions.Publish(version))
+        assert isinstance(next_event(executor), events.Published)
     assert executor.engine_pool.digests[0] == executor.engine_pool.digests[1]
-    executor.execute(Train(0, (good,)))
+    executor.execute(actions.Train(0, (good,)))
     trained = next_event(executor)
-    assert isinstance(trained, Trained)
+    assert isinstance(trained, events.Trained)
     assert trained.step == 0
 
 
 def test_a_step_that_fails_too_often_ends_the_run(executor: ProcessExecutor) -> None:
     bad = store_group(executor, GroupId(0, 2), 10**6)
     for _ in range(2):
-        executor.execute(Train(0, (bad,)))
-        assert isinstance(next_event(executor), StepFailed)
-    executor.execute(Train(0, (bad,)))
+        executor.execute(actions.Train(0, (bad,)))
+        assert isinstance(next_event(executor), events.StepFailed)
+    executor.execute(actions.Train(0, (bad,)))
     with pytest.raises(RunError, match=r"training step 1 failed: .*; it failed 3 times, the weights"):
         next_event(executor)
 
@@ -126,13 +117,13 @@ def test_a_step_that_fails_too_often_ends_the_run(executor: ProcessExecutor) -> 
 def test_an_engine_is_lost_after_the_third_failed_load_in_a_row(executor: ProcessExecutor) -> None:
     join_all(executor)
     for _ in range(2):
-        executor.execute(Load(0, 7))
+        executor.execute(actions.Load(0, 7))
         failed = next_event(executor)
-        assert isinstance(failed, LoadFailed)
+        assert isinstance(failed, events.LoadFailed)
         assert (failed.engine, failed.version) == (0, 7)
-    executor.execute(Load(0, 7))
+    executor.execute(actions.Load(0, 7))
     lost = next_event(executor)
-    assert isinstance(lost, EngineLost)
+    assert isinstance(lost, events.EngineLost)
     assert lost.reason.startswith("3 weight loads in a row failed")
 
 
@@ -146,8 +137,8 @@ def test_rewards_of_episodes_are_durable_before_the_event_of_their_score(
         executor.samples.put(Trajectory(request, 0, "digest", [1, 2], [3], [-1.0], reward=reward))
         executor.sample_book.episode_rewards[request] = reward
     executor.samples.commit()
-    executor.execute(Score(group))
-    assert next_event(executor) == GroupScored(group, (1.0, 0.0))
+    executor.execute(actions.Score(group))
+    assert next_event(executor) == events.GroupScored(group, (1.0, 0.0))
     with sqlite3.connect(tmp_path / "samples.sqlite") as db:
         rows = db.execute("select state, reward, round(advantage, 3) from samples").fetchall()
     assert rows == [("scored", 1.0, 0.707), ("scored", 0.0, -0.707)]
@@ -173,7 +164,7 @@ def test_a_stalled_step_names_what_an_agent_has_to_do(
         assert executor.agent_sessions is not None
         executor.agent_sessions.start(EpisodeId(RequestId(0, 3, 1), 0), version=0)
         requests = (RequestId(0, 3, 0), RequestId(0, 3, 1))
-        executor.execute(ReportStall(2, GroupId(0, 3), requests, 7.0))
+        executor.execute(actions.ReportStall(2, GroupId(0, 3), requests, 7.0))
     finally:
         executor.close()
     line = "step 3 waits for group 0/3 (0/3/0, 0/3/1 needs an agent that opens a session) since 7.0 s"

@@ -16,30 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dora.core.actions import (
-    Abort,
-    Action,
-    Commit,
-    DecodeOnly,
-    Drop,
-    Fail,
-    FetchPrompts,
-    Filter,
-    Generate,
-    Load,
-    Migrate,
-    PauseEngine,
-    Publish,
-    RejectDrain,
-    RemoveEngine,
-    ReportDigest,
-    ReportStall,
-    ResumeEngine,
-    Retire,
-    Score,
-    Train,
-)
-from dora.core.events import DrainRequested, Event, GroupScored, ScoringFailed
+from dora.core import actions, events
 from dora.core.state import State
 from dora.core.types import GroupId, RequestId
 from dora.core.wait_graph import ENGINES, REWARDS, TRAINER
@@ -112,7 +89,7 @@ class ProcessExecutor:
         fsync = setup.config.journal.fsync
         self.samples = previous.samples if previous else SampleStore(setup.out / SAMPLES, fsync=fsync)
         self.stream_folder = self.weights.folder / "stream"
-        self.events: deque[Event] = deque()
+        self.events: deque[events.Event] = deque()
         self.sample_book = previous.sample_book if previous else SampleBook(setup, self.samples)
         if previous is None:
             (setup.out / FILE_NAME).unlink(missing_ok=True)  # of a run whose other files were removed
@@ -167,7 +144,7 @@ class ProcessExecutor:
         """Seconds since the workers were started; a resumed run continues the clock of its journal."""
         return time.monotonic() - self._clock_began_s
 
-    def next_event(self, until: float | None) -> Event | None:
+    def next_event(self, until: float | None) -> events.Event | None:
         """The next event; None if none arrives within POLL_S, or once `now` has reached `until`.
 
         Raises RunError if the run cannot continue.
@@ -201,54 +178,54 @@ class ProcessExecutor:
         if not self.events:
             self.engine_pool.flush()
 
-    def execute(self, action: Action) -> None:
+    def execute(self, action: actions.Action) -> None:
         """Execute an action. Its outcome arrives as an event; some actions are for the journal only."""
         match action:
-            case FetchPrompts(count):
+            case actions.FetchPrompts(count):
                 self.events.extend(self.prompts.fetch(count))
-            case Generate():
+            case actions.Generate():
                 self.episodes.generate(action)
-            case Abort():
+            case actions.Abort():
                 self.episodes.abort(action)
-            case Migrate():
+            case actions.Migrate():
                 self.episodes.migrate(action)
-            case DecodeOnly(engine, requests):
+            case actions.DecodeOnly(engine, requests):
                 self.engine_pool.send(engine, m.SetDecodeOnly(requests))
-            case PauseEngine(engine):
+            case actions.PauseEngine(engine):
                 self.engine_pool.send(engine, m.PauseDecoding())
-            case ResumeEngine(engine):
+            case actions.ResumeEngine(engine):
                 self.engine_pool.send(engine, m.ResumeDecoding())
-            case RemoveEngine(engine):
+            case actions.RemoveEngine(engine):
                 self.engine_pool.remove(engine)
-            case RejectDrain(engine, reason):
+            case actions.RejectDrain(engine, reason):
                 self._drain_rejections[engine] = reason
                 self.notice(f"engine {engine} is not drained: {reason}")
-            case Load(engine, version):
+            case actions.Load(engine, version):
                 self.engine_pool.send(engine, m.LoadWeights(version))
-            case Drop(engine, version):
+            case actions.Drop(engine, version):
                 self.engine_pool.send(engine, m.DropWeights(version))
-            case Score(group):
+            case actions.Score(group):
                 self._score(group)
-            case Filter(group, reason):
+            case actions.Filter(group, reason):
                 self.sample_book.discard_group(group, f"filtered: {reason}")
-            case Fail(group, reason):
+            case actions.Fail(group, reason):
                 self.episodes.discard_group(group)
                 self.sample_book.discard_group(group, f"failed: {reason}")
                 self.notice(f"group {group} failed: {reason}")
-            case Commit(group, step):
+            case actions.Commit(group, step):
                 self.accumulate(step, [group])
                 self.samples.set_state([group], "committed")
-            case Train(step, groups):
+            case actions.Train(step, groups):
                 self.samples.commit()
                 self.sample_book.batch = groups
                 self.training.send(m.TrainStep(step, groups))
-            case Publish(version):
+            case actions.Publish(version):
                 self.training.send(m.PublishWeights(version))
-            case ReportDigest(version):
+            case actions.ReportDigest(version):
                 self.training.send(m.PublishWeights(version, is_stored=False))
-            case Retire(version):
+            case actions.Retire(version):
                 self.weights.drop(version)
-            case ReportStall():
+            case actions.ReportStall():
                 self._report_stall(action)
 
     # start, stop and checkpoints
@@ -376,7 +353,7 @@ class ProcessExecutor:
     def drain_engine(self, engine: int) -> None:
         """See `EngineControl`."""
         self._drain_rejections.pop(engine, None)
-        self.events.append(DrainRequested(engine))  # a second request changes nothing
+        self.events.append(events.DrainRequested(engine))  # a second request changes nothing
 
     def drain_rejection(self, engine: int) -> str | None:
         """See `EngineControl`."""
@@ -439,7 +416,7 @@ class ProcessExecutor:
     def _score(self, group: GroupId) -> None:
         if (rewards := self.sample_book.rewards.get(group)) is not None:  # scored before a restart
             self.sample_book.pop_held_out_answers(group)
-            self.events.append(GroupScored(group, rewards))
+            self.events.append(events.GroupScored(group, rewards))
         elif (event := self.sample_book.score_from_episodes(group)) is not None:
             self.events.append(event)
         else:
@@ -447,7 +424,7 @@ class ProcessExecutor:
             prompt_row = encode_prompt_row(source.prompt(group.row), source.fields(group.row))
             self.rewards.submit(group, prompt_row, self.sample_book.pop_held_out_answers(group))
 
-    def _report_stall(self, action: ReportStall) -> None:
+    def _report_stall(self, action: actions.ReportStall) -> None:
         step, needed = step_number(action.step), self.agent_waits()
         causes = [f"{each} needs {needed[each]}" if each in needed else f"{each}" for each in action.requests]
         what = f"{action.group} ({', '.join(causes) or 'its rewards'})"
@@ -460,7 +437,7 @@ class ProcessExecutor:
         if not self.rewards.on_message(message):
             self.episodes.on_message(message)
 
-    def _report_score(self, event: GroupScored | ScoringFailed) -> None:
+    def _report_score(self, event: events.GroupScored | events.ScoringFailed) -> None:
         task_rewards = self.rewards.pop_task_rewards(event.group)
         self.events.append(self.sample_book.record_scores(event, task_rewards))
 

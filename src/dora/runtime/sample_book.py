@@ -11,17 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dora.core.events import (
-    Event,
-    GroupScored,
-    Loaded,
-    ProgressReported,
-    RequestFailed,
-    RequestFinished,
-    RequestsAborted,
-    ScoringFailed,
-    Trained,
-)
+from dora.core import events
 from dora.core.types import GroupId, RequestId
 from dora.engine.request import Completion
 from dora.metrics.rollout import EngineUsage
@@ -66,25 +56,25 @@ class SampleBook:
 
     # engines
 
-    def events_from(self, engine: int, message: Any) -> Iterator[Event]:
+    def events_from(self, engine: int, message: Any) -> Iterator[events.Event]:
         """Yield the events that follow from an engine's message."""
         match message:
             case m.WeightsLoaded(version, digest, stop_s):
-                yield Loaded(engine, version, digest, stop_s)
+                yield events.Loaded(engine, version, digest, stop_s)
             case m.RequestsCompleted(completions, usage):
                 self.engine_usage[engine] = usage
                 yield from (self._finish_request(engine, completion) for completion in completions)
             case m.RequestsRejected(reasons):
                 yield from (self.fail_request(engine, request, reason) for request, reason in reasons.items())
             case m.AbortsCompleted(num_tokens):
-                yield RequestsAborted(engine, tuple(num_tokens), sum(num_tokens.values()))
+                yield events.RequestsAborted(engine, tuple(num_tokens), sum(num_tokens.values()))
             case m.EngineReport(progress, usage, row_tokens_per_s, kv_usage, num_recomputed):
                 self.engine_usage[engine], self.num_recomputed[engine] = usage, num_recomputed
                 if progress or self.progress.get(engine):  # an engine that becomes idle reports that once
-                    yield ProgressReported(engine, tuple(progress.items()), row_tokens_per_s, kv_usage)
+                    yield events.ProgressReported(engine, tuple(progress.items()), row_tokens_per_s, kv_usage)
                 self.progress[engine] = progress
 
-    def fail_request(self, engine: int, request: RequestId, reason: str) -> Event:
+    def fail_request(self, engine: int, request: RequestId, reason: str) -> events.Event:
         """Handle the failure of a request. No action discards a held-out prompt, so this method discards it
         with its other responses.
         """
@@ -92,9 +82,9 @@ class SampleBook:
             self.discard_group(request.group, f"failed: {reason}")
         is_engine = request not in self.failed_episodes
         self.failed_episodes.discard(request)
-        return RequestFailed(engine, request, reason, "engine" if is_engine else "environment")
+        return events.RequestFailed(engine, request, reason, "engine" if is_engine else "environment")
 
-    def _finish_request(self, engine: int, completion: Completion) -> Event:
+    def _finish_request(self, engine: int, completion: Completion) -> events.Event:
         request, group = completion.id, completion.id.group
         self.failed_episodes.discard(request)
         is_discarded = group in self._discarded
@@ -107,7 +97,7 @@ class SampleBook:
         self.unrecorded.add(request)
         if not (is_discarded or group.is_held_out):
             self.num_tokens.setdefault(group, {})[request.sibling] = num_generated
-        return RequestFinished(
+        return events.RequestFinished(
             engine,
             request,
             completion.version,
@@ -151,7 +141,7 @@ class SampleBook:
         siblings = self._held_out.pop(group, {})
         return [siblings[k] for k in sorted(siblings)]
 
-    def score_from_episodes(self, group: GroupId) -> Event | None:
+    def score_from_episodes(self, group: GroupId) -> events.Event | None:
         """Score a finished group with the rewards of its episodes; None if they have none.
 
         Scoring fails if only some of them have one.
@@ -164,33 +154,33 @@ class SampleBook:
             return None
         self.pop_held_out_answers(group)
         if len(rewards) == num_answers:
-            return self.record_scores(GroupScored(group, rewards))
+            return self.record_scores(events.GroupScored(group, rewards))
         reason = f"{len(rewards)} of {num_answers} episodes returned a reward; all or none of a group must"
-        return self.record_scores(ScoringFailed(group, reason))
+        return self.record_scores(events.ScoringFailed(group, reason))
 
     def record_scores(
-        self, event: GroupScored | ScoringFailed, task_rewards: TaskRewards | None = None
-    ) -> Event:
+        self, event: events.GroupScored | events.ScoringFailed, task_rewards: TaskRewards | None = None
+    ) -> events.Event:
         """Store the scores of a group and return the event to report: ScoringFailed for unusable rewards."""
-        if isinstance(event, GroupScored) and (reason := invalid_rewards_reason(event.rewards)):
-            event = ScoringFailed(event.group, reason)
+        if isinstance(event, events.GroupScored) and (reason := invalid_rewards_reason(event.rewards)):
+            event = events.ScoringFailed(event.group, reason)
         self.store_scores(event, task_rewards)
-        if isinstance(event, GroupScored) and not event.group.is_held_out:
+        if isinstance(event, events.GroupScored) and not event.group.is_held_out:
             self.rewards[event.group] = event.rewards
             self.task_rewards[event.group] = task_rewards or {}
         return event
 
     def store_scores(
-        self, event: GroupScored | ScoringFailed, task_rewards: TaskRewards | None = None
+        self, event: events.GroupScored | events.ScoringFailed, task_rewards: TaskRewards | None = None
     ) -> None:
         """Write the scores of a group to the sample store. A held-out prompt gets no advantages, and ends."""
         group, samples = event.group, self._samples
         if group.is_held_out:
-            if isinstance(event, GroupScored):
+            if isinstance(event, events.GroupScored):
                 samples.score(group, event.rewards, [None] * len(event.rewards))
-            state = f"failed: {event.reason}" if isinstance(event, ScoringFailed) else "evaluated"
+            state = f"failed: {event.reason}" if isinstance(event, events.ScoringFailed) else "evaluated"
             samples.set_state([group], state)
-        elif isinstance(event, GroupScored):
+        elif isinstance(event, events.GroupScored):
             num_tokens = self._num_tokens(group, len(event.rewards))
             advantages = self._setup.config.advantage_settings.group_advantages(event.rewards, num_tokens)
             samples.score(group, event.rewards, advantages, task_rewards)
@@ -204,7 +194,7 @@ class SampleBook:
 
     # training, and groups that are not trained
 
-    def record_step(self, message: m.StepCompleted) -> Event:
+    def record_step(self, message: m.StepCompleted) -> events.Event:
         """Mark the batch of a training step as trained."""
         step, metrics = message.step, message.metrics
         self._samples.set_state(self.batch, "trained", step)
@@ -214,7 +204,9 @@ class SampleBook:
             for key, kl in metrics.items()
             if key.startswith(KL_BY_STALENESS)
         )
-        return Trained(step, metrics.get("off_policy/ess"), metrics.get("off_policy/kl_k3"), kl_by_version)
+        return events.Trained(
+            step, metrics.get("off_policy/ess"), metrics.get("off_policy/kl_k3"), kl_by_version
+        )
 
     def discard_group(self, group: GroupId, state: str) -> None:
         """End a group untrained, in a final state. Its siblings that finish later get the same state."""

@@ -17,29 +17,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any, NamedTuple, TextIO
 
-from dora.core.actions import (
-    Action,
-    Fail,
-    Filter,
-    RejectDrain,
-    ReportStall,
-    SkipEvaluation,
-    SkipLoad,
-)
-from dora.core.events import (
-    DigestReported,
-    DrainRequested,
-    EngineJoined,
-    EngineLost,
-    EngineRemoved,
-    Event,
-    ProgressReported,
-    Published,
-    Resumed,
-    StepFailed,
-    Trained,
-    TrainerReplaced,
-)
+from dora.core import actions, events
 from dora.errors import InputError
 from dora.journal.reader import Journal, read_journal
 from dora.journal.timeline import (
@@ -115,7 +93,7 @@ def emit_trace(journal: Journal, emit: Emit) -> int:
     for line in journal.lines:
         for mark in _marks(line.record):
             trace.add_mark(line.t_s, *mark)
-        if isinstance(line.record, ProgressReported):
+        if isinstance(line.record, events.ProgressReported):
             name = _engine_name(line.record.engine)
             trace.count(name, "tokens/s", "per row", line.t_s, line.record.row_tokens_per_s)
             trace.count(name, "KV", "in use (%)", line.t_s, round(100 * line.record.kv_usage, 2))
@@ -375,7 +353,7 @@ def _describe_phase(span: TrainerSpan) -> tuple[str, str, str, dict[str, Any]] |
         case "train":
             name = f"train step {step_number(number)}"
             args = {"step": step_number(number), "groups": [str(group) for group in span.groups]}
-            if isinstance(span.result, Trained):
+            if isinstance(span.result, events.Trained):
                 args |= {"ess": span.result.ess, "kl": span.result.kl}
         case "wait":
             if span.end_s == span.start_s:
@@ -387,7 +365,7 @@ def _describe_phase(span: TrainerSpan) -> tuple[str, str, str, dict[str, Any]] |
         case _:
             name = f"publish {number}" if span.phase == "publish" else f"publish {number} again"
             args = {"version": number}
-            if isinstance(span.result, Published | DigestReported):
+            if isinstance(span.result, events.Published | events.DigestReported):
                 args["digest"] = span.result.digest
     return TRAINER, "phases", name, args
 
@@ -395,41 +373,41 @@ def _describe_phase(span: TrainerSpan) -> tuple[str, str, str, dict[str, Any]] |
 # --- marks
 
 
-def _marks(record: Event | Action) -> Iterator[Mark]:
+def _marks(record: events.Event | actions.Action) -> Iterator[Mark]:
     """The marks of a record, each in the lane of its engine or process."""
     match record:
-        case EngineJoined(engine, rows, slots, _, replaces):
+        case events.EngineJoined(engine, rows, slots, _, replaces):
             name = "joined" if replaces is None else f"joined, replaces engine {replaces}"
             yield Mark(_engine_name(engine), name, {"rows": rows, "slots": slots})
-        case EngineLost(engine, reason):
+        case events.EngineLost(engine, reason):
             yield Mark(_engine_name(engine), f"LOST: {reason}", {})
-        case EngineRemoved(engine):
+        case events.EngineRemoved(engine):
             yield Mark(_engine_name(engine), "removed", {})
-        case DrainRequested(engine):
+        case events.DrainRequested(engine):
             yield Mark(_engine_name(engine), "drain requested", {})
-        case RejectDrain(engine, reason):
+        case actions.RejectDrain(engine, reason):
             yield Mark(_engine_name(engine), f"drain rejected: {reason}", {})
-        case SkipLoad(engine, version):
+        case actions.SkipLoad(engine, version):
             yield Mark(_engine_name(engine), f"skips v{version}", {})
-        case SkipEvaluation(version, running_version):
+        case actions.SkipEvaluation(version, running_version):
             name = f"evaluation of version {version} skipped: that of {running_version} is running"
             yield Mark(VERSIONS, name, {})
-        case Filter(group, reason) | Fail(group, reason):
+        case actions.Filter(group, reason) | actions.Fail(group, reason):
             yield Mark(RUN, f"group {group} {type(record).__name__.lower()}ed: {reason}", {})
         case _:
             yield from _marks_of_trainer(record)
 
 
-def _marks_of_trainer(record: Event | Action) -> Iterator[Mark]:
+def _marks_of_trainer(record: events.Event | actions.Action) -> Iterator[Mark]:
     match record:
-        case StepFailed(step, reason):
+        case events.StepFailed(step, reason):
             yield Mark(TRAINER, f"step {step_number(step)} FAILED: {reason}", {})
-        case TrainerReplaced(from_step, redone):
+        case events.TrainerReplaced(from_step, redone):
             yield Mark(TRAINER, f"REPLACED after step {from_step}, {len(redone)} to redo", {})
-        case ReportStall(step, group, requests, since_s):
+        case actions.ReportStall(step, group, requests, since_s):
             name = f"STALL: step {step_number(step)} waits for group {group}"
             yield Mark(TRAINER, name, {"requests": [str(each) for each in requests], "since_s": since_s})
-        case Resumed(from_step):
+        case events.Resumed(from_step):
             for process in (RUN, TRAINER):
                 yield Mark(process, f"RESUMED from step {from_step}", {})
         case _:

@@ -13,18 +13,7 @@ import pytest
 from tests.runtime.tiny import completion_of, write_task
 
 from dora.config import load
-from dora.core.actions import Abort, Generate, Migrate
-from dora.core.events import (
-    EngineLost,
-    Event,
-    GroupScored,
-    Migrated,
-    MigrationFailed,
-    OutputsLost,
-    RequestFailed,
-    RequestFinished,
-    RequestsAborted,
-)
+from dora.core import actions, events
 from dora.core.types import Branch, Chunk, GroupId, RequestId
 from dora.engine.decode_batch import NUM_LOGPROBS
 from dora.engine.messages import OutputPart, TurnFinished
@@ -96,7 +85,7 @@ class Engines:
             self.sent.append((engine, message))
         return engine in self.workers
 
-    def migrate(self, action: Migrate, request: Request) -> None:
+    def migrate(self, action: actions.Migrate, request: Request) -> None:
         self.migrated.append(request)
 
     def is_migrating(self, request: RequestId) -> bool:
@@ -114,7 +103,7 @@ class Driver:
         self.setup = RunSetup.make(config, folder)
         self.samples = SampleStore(folder / "samples.sqlite")
         self.sample_book = SampleBook(self.setup, self.samples)
-        self.events: deque[Event] = deque()
+        self.events: deque[events.Event] = deque()
         self.engines, self.runner, self.clock = Engines(), Runner(), DriverClock(lambda: 0.0)
         self.episodes = self._make_episodes()
 
@@ -131,7 +120,7 @@ class Driver:
 
     def start(self, *requests: RequestId, engine: int = 0) -> None:
         """Start episodes, and give them a prompt."""
-        self.episodes.generate(Generate(engine, 7, requests))
+        self.episodes.generate(actions.Generate(engine, 7, requests))
         for request in requests:
             self.reply(EpisodeStarted(self.runner.started[request], (1, 2)))
         self.engines.sent.clear()
@@ -149,7 +138,7 @@ class Driver:
         """An engine crashes, and the orchestrator handles the event, with all tokens that are kept."""
         del self.engines.workers[engine]
         kept_tokens = self.sample_book.partial_outputs.lengths([FIRST, SECOND])
-        self.episodes.on_event(EngineLost(engine, "killed", kept_tokens))
+        self.episodes.on_event(events.EngineLost(engine, "killed", kept_tokens))
 
     def generate_turn(self, request: RequestId = FIRST, num_left: int = 10, engine: int = 0) -> EpisodeId:
         """An engine generates a turn. Returns its episode."""
@@ -157,7 +146,7 @@ class Driver:
         self.episodes.on_engine_message(engine, m.TurnsCompleted([turn]))
         return self.runner.started[request]
 
-    def finish(self, request: RequestId) -> list[Event]:
+    def finish(self, request: RequestId) -> list[events.Event]:
         """An engine completes a request: two turns with an observation of one token in between."""
         chunks = (Chunk(7, "digest", 3),)
         completion = completion_of(request, [5, 4, 6], [-1.0, NAN, -2.0], chunks)
@@ -174,7 +163,7 @@ def driver(tmp_path: Path) -> Iterator[Driver]:
 
 
 def test_an_episode_from_its_prompt_to_its_completion(driver: Driver) -> None:
-    driver.episodes.generate(Generate(0, 7, (FIRST, SECOND)))
+    driver.episodes.generate(actions.Generate(0, 7, (FIRST, SECOND)))
     assert driver.engines.sent == []
     driver.reply(EpisodeStarted(driver.runner.started[FIRST], (1, 2), max_turn_tokens=3))
     ((engine, submitted),) = driver.engines.sent
@@ -192,8 +181,8 @@ def test_an_episode_from_its_prompt_to_its_completion(driver: Driver) -> None:
     assert driver.engines.sent[1:] == [(1, m.EndEpisode(FIRST))]
     driver.reply(EpisodeEnded(driver.generate_turn(SECOND), 0, 1.0))
     (event,) = driver.finish(FIRST)
-    assert isinstance(event, RequestFinished)
-    assert event == RequestFinished(0, FIRST, 7, 3, (Chunk(7, "digest", 3),), "stop", event.payload)
+    assert isinstance(event, events.RequestFinished)
+    assert event == events.RequestFinished(0, FIRST, 7, 3, (Chunk(7, "digest", 3),), "stop", event.payload)
     driver.reply(EpisodeEnded(driver.runner.started[SECOND], 0, 9.0))  # it has ended already
     driver.finish(SECOND)
     assert driver.runner.released == [driver.runner.started[FIRST], driver.runner.started[SECOND]]
@@ -225,8 +214,8 @@ def test_a_branch_is_another_request_and_the_episode_is_one_sample(driver: Drive
     )
     message = driver.episodes.on_engine_message(1, m.RequestsCompleted([last], NO_USAGE))
     (event,) = driver.sample_book.events_from(1, message)
-    assert isinstance(event, RequestFinished)
-    assert event == RequestFinished(1, FIRST, 7, 5, (Chunk(7, "digest", 5),), "stop", event.payload)
+    assert isinstance(event, events.RequestFinished)
+    assert event == events.RequestFinished(1, FIRST, 7, 5, (Chunk(7, "digest", 5),), "stop", event.payload)
     assert driver.runner.released == [episode]
     ((sample, *_),) = driver.samples._rows("sibling = ?", str(FIRST.sibling))
     assert ([*sample.prompt_ids], [*sample.token_ids]) == ([1, 2], [5, 6, 3, 3, 7])
@@ -245,7 +234,7 @@ def test_rewards_of_episodes_are_stored_with_the_samples_and_score_the_group(dri
     assert driver.samples.num_observed() == {FIRST: 1, SECOND: 1}
     resumed = SampleBook(driver.setup, driver.samples)
     resumed.restore_group(GROUP, False, found, 2)
-    assert resumed.score_from_episodes(GROUP) == GroupScored(GROUP, (0.5, 1.5))
+    assert resumed.score_from_episodes(GROUP) == events.GroupScored(GROUP, (0.5, 1.5))
     assert [sample.is_scored for sample in driver.samples.finished(GROUP)] == [True, True]
     assert resumed.episode_rewards == {}
 
@@ -278,7 +267,7 @@ def test_an_episode_of_a_lost_engine_continues_after_its_last_turn(
     if moment == "before the request":
         driver.reply(replies[reply])
     driver.engines.sent.clear()
-    driver.episodes.generate(Generate(1, 7, (FIRST,)))
+    driver.episodes.generate(actions.Generate(1, 7, (FIRST,)))
     if moment == "after the request":
         driver.reply(replies[reply])
     (engine, submitted), *others = driver.engines.sent
@@ -300,7 +289,7 @@ def test_an_episode_of_a_lost_engine_continues_in_its_turn(driver: Driver) -> No
     driver.report(FIRST, 2, [4, 7])
     driver.lose_engine()
     driver.engines.sent.clear()
-    driver.episodes.generate(Generate(1, 7, (FIRST,)))
+    driver.episodes.generate(actions.Generate(1, 7, (FIRST,)))
     ((_, submitted),) = driver.engines.sent
     assert isinstance(submitted, m.SubmitRequests)
     assert submitted.outputs[FIRST].token_ids.tolist() == [5, 6, 4, 7]
@@ -309,11 +298,11 @@ def test_an_episode_of_a_lost_engine_continues_in_its_turn(driver: Driver) -> No
 
 
 def test_an_episode_without_a_finished_turn_keeps_its_prompt(driver: Driver) -> None:
-    driver.episodes.generate(Generate(0, 7, (FIRST, SECOND)))
+    driver.episodes.generate(actions.Generate(0, 7, (FIRST, SECOND)))
     driver.reply(EpisodeStarted(driver.runner.started[FIRST], (1, 2)))
     driver.lose_engine()
     driver.engines.sent.clear()
-    driver.episodes.generate(Generate(1, 7, (FIRST, SECOND)))
+    driver.episodes.generate(actions.Generate(1, 7, (FIRST, SECOND)))
     driver.reply(EpisodeStarted(driver.runner.started[SECOND], (1, 2)))
     assert [(engine, message.requests[0].id) for engine, message in driver.engines.sent] == [  # type: ignore[attr-defined]
         (1, FIRST),
@@ -324,7 +313,7 @@ def test_an_episode_without_a_finished_turn_keeps_its_prompt(driver: Driver) -> 
 
 @pytest.mark.parametrize("digest", ["digest", "of other weights"])
 def test_a_saved_episode_continues_in_a_resumed_run(driver: Driver, digest: str) -> None:
-    driver.episodes.generate(Generate(0, 7, (FIRST, SECOND)))
+    driver.episodes.generate(actions.Generate(0, 7, (FIRST, SECOND)))
     driver.reply(EpisodeStarted(driver.runner.started[FIRST], (1, 2), state=b"at the start"))
     driver.reply(EpisodeStarted(driver.runner.started[SECOND], (1, 2)))
     driver.report(FIRST, 0, [5, 6])
@@ -335,7 +324,7 @@ def test_a_saved_episode_continues_in_a_resumed_run(driver: Driver, digest: str)
     kept = driver.sample_book.partial_outputs
     driver.resume()
     driver.engines.digests[7] = digest
-    driver.episodes.generate(Generate(1, 7, (FIRST, SECOND)))
+    driver.episodes.generate(actions.Generate(1, 7, (FIRST, SECOND)))
     is_kept = digest == "digest"
     saved = SavedEpisode((1, 2), 1, 3, b"after a turn")
     assert kept.saved(FIRST) == saved
@@ -350,14 +339,14 @@ def test_a_saved_episode_continues_in_a_resumed_run(driver: Driver, digest: str)
 
 
 def test_an_episode_whose_environment_is_not_restored_loses_what_was_kept(driver: Driver) -> None:
-    driver.episodes.generate(Generate(0, 7, (FIRST,)))
+    driver.episodes.generate(actions.Generate(0, 7, (FIRST,)))
     driver.reply(EpisodeStarted(driver.runner.started[FIRST], (1, 2), state=b"at the start"))
     driver.report(FIRST, 0, [5, 6])
     driver.reply(EpisodeObservation(driver.generate_turn(num_left=MAX_TOKENS - 2), 0, (4,), b"later"))
     driver.resume()
-    driver.episodes.generate(Generate(1, 7, (FIRST,)))
+    driver.episodes.generate(actions.Generate(1, 7, (FIRST,)))
     driver.reply(EpisodeFailed(driver.runner.started[FIRST], "environment raised KeyError"))
-    failed = RequestFailed(1, FIRST, "environment raised KeyError", "environment")
+    failed = events.RequestFailed(1, FIRST, "environment raised KeyError", "environment")
     driver.episodes.check_deadlines()
     assert [*driver.events] == [failed], "which takes back what was counted as kept"
     driver.resume()
@@ -375,7 +364,7 @@ def test_a_branch_continues_after_the_loss_of_its_engine(driver: Driver) -> None
     driver.engines.is_moving = False
     driver.lose_engine()
     driver.engines.sent.clear()
-    driver.episodes.generate(Generate(1, 7, (FIRST,)))
+    driver.episodes.generate(actions.Generate(1, 7, (FIRST,)))
     ((_, submitted),) = driver.engines.sent
     assert isinstance(submitted, m.SubmitRequests)
     assert ([request.prompt_ids for request in submitted.requests], submitted.outputs) == ([(1, 2, 5, 3)], {})
@@ -392,7 +381,7 @@ def test_an_episode_without_an_engine_ends_its_session_after_a_while(driver: Dri
     assert (driver.runner.released, [*driver.events]) == ([], [])
     driver.clock._ran_s += 1.5
     driver.episodes.check_deadlines()
-    assert (driver.runner.released, [*driver.events]) == ([episode], [OutputsLost((FIRST,))])
+    assert (driver.runner.released, [*driver.events]) == ([episode], [events.OutputsLost((FIRST,))])
     driver.start(FIRST, engine=1)
     assert driver.runner.started[FIRST] != episode
 
@@ -402,10 +391,10 @@ def test_a_first_turn_that_the_next_engine_cannot_continue_is_lost(driver: Drive
     driver.report(FIRST, 0, [5, 6])
     driver.lose_engine()
     driver.engines.workers[OTHER_BACKEND] = None
-    driver.episodes.generate(Generate(OTHER_BACKEND, 7, (FIRST,)))
+    driver.episodes.generate(actions.Generate(OTHER_BACKEND, 7, (FIRST,)))
     ((_, submitted),) = driver.engines.sent
     assert isinstance(submitted, m.SubmitRequests)
-    assert (submitted.outputs, [*driver.events]) == ({}, [OutputsLost((FIRST,))])
+    assert (submitted.outputs, [*driver.events]) == ({}, [events.OutputsLost((FIRST,))])
 
 
 @pytest.mark.parametrize("reason", ["no report", "other weights", "other backend", "other version"])
@@ -421,12 +410,12 @@ def test_an_episode_of_a_lost_engine_restarts_and_old_replies_are_ignored(
     driver.engines.workers[OTHER_BACKEND] = None
     engine = OTHER_BACKEND if reason == "other backend" else 1
     driver.runner.version = 8 if reason == "other version" else 7
-    driver.episodes.generate(Generate(engine, driver.runner.version, (FIRST,)))
+    driver.episodes.generate(actions.Generate(engine, driver.runner.version, (FIRST,)))
     assert driver.runner.released == [old]
     assert driver.sample_book.episode_rewards == {}
     driver.engines.sent.clear()
     driver.episodes.check_deadlines()
-    assert [*driver.events] == ([] if reason == "no report" else [OutputsLost((FIRST,))])
+    assert [*driver.events] == ([] if reason == "no report" else [events.OutputsLost((FIRST,))])
     driver.events.clear()
     for reply in (
         EpisodeStarted(old, (9,)),
@@ -444,7 +433,7 @@ def test_an_episode_of_a_lost_engine_restarts_and_old_replies_are_ignored(
 
 @pytest.mark.parametrize("is_handled", [False, True])
 def test_failed_episodes_of_a_lost_engine_restart(driver: Driver, is_handled: bool) -> None:
-    driver.episodes.generate(Generate(0, 7, (SECOND,)))
+    driver.episodes.generate(actions.Generate(0, 7, (SECOND,)))
     driver.start(FIRST)
     driver.report(FIRST, 0, [5, 6])
     failed = [driver.generate_turn(), driver.runner.started[SECOND]]
@@ -452,13 +441,13 @@ def test_failed_episodes_of_a_lost_engine_restart(driver: Driver, is_handled: bo
         driver.lose_engine()
     else:
         del driver.engines.workers[0]
-        lost = EngineLost(0, "killed", driver.sample_book.partial_outputs.lengths([FIRST]))
+        lost = events.EngineLost(0, "killed", driver.sample_book.partial_outputs.lengths([FIRST]))
     for episode in failed:
         driver.reply(EpisodeFailed(episode, "too slow"))
     if not is_handled:
         assert [*driver.events] == []
         driver.episodes.on_event(lost)
-    assert (driver.engines.sent, [*driver.events]) == ([], [OutputsLost((FIRST,))])
+    assert (driver.engines.sent, [*driver.events]) == ([], [events.OutputsLost((FIRST,))])
     assert {*driver.runner.released} == {*failed}
     assert driver.sample_book.partial_outputs.lengths([FIRST]) == ()
 
@@ -492,7 +481,7 @@ def test_a_failed_episode_fails_at_once_or_after_the_turn_in_progress(driver: Dr
     assert driver.engines.sent[1:] == [(1, m.FailRequest(SECOND, "its process exited"))]
     assert len(driver.runner.turns) == 1
     rejected = m.RequestsRejected({SECOND: "its process exited"})
-    failed = RequestFailed(1, SECOND, "its process exited", "environment")
+    failed = events.RequestFailed(1, SECOND, "its process exited", "environment")
     driver.episodes.on_engine_message(1, rejected)
     assert [*driver.sample_book.events_from(1, rejected)] == [failed]
     assert driver.runner.released == [driver.runner.started[SECOND]]
@@ -503,7 +492,7 @@ def test_a_failed_episode_fails_at_once_or_after_the_turn_in_progress(driver: Dr
 def test_a_migrated_episode_is_not_lost_with_its_first_engine(driver: Driver) -> None:
     driver.start(FIRST, SECOND)
     started = {**driver.runner.started}
-    driver.episodes.on_event(Migrated(SECOND, 0, 1, 0, 0, 0.0, 0.0))
+    driver.episodes.on_event(events.Migrated(SECOND, 0, 1, 0, 0, 0.0, 0.0))
     driver.lose_engine()
     for episode in started.values():
         driver.reply(EpisodeFailed(episode, "too slow"))
@@ -511,36 +500,36 @@ def test_a_migrated_episode_is_not_lost_with_its_first_engine(driver: Driver) ->
 
 
 def test_an_episode_that_cannot_start_fails_at_once(driver: Driver) -> None:
-    driver.episodes.generate(Generate(1, 7, (FIRST,)))
+    driver.episodes.generate(actions.Generate(1, 7, (FIRST,)))
     driver.reply(EpisodeFailed(driver.runner.started[FIRST], "reset raised KeyError"))
-    assert [*driver.events] == [RequestFailed(1, FIRST, "reset raised KeyError", "environment")]
+    assert [*driver.events] == [events.RequestFailed(1, FIRST, "reset raised KeyError", "environment")]
     assert driver.engines.sent == []
     assert driver.runner.released == [driver.runner.started[FIRST]]
 
 
 def test_episodes_without_a_prompt_are_aborted_and_migrated_at_once(driver: Driver) -> None:
     driver.start(FIRST)
-    driver.episodes.generate(Generate(0, 7, (SECOND,)))
-    driver.episodes.migrate(Migrate(SECOND, 0, 1, 7, "flip"))
-    driver.episodes.migrate(Migrate(FIRST, 0, 1, 7, "flip"))
-    assert [*driver.events] == [Migrated(SECOND, 0, 1, 0, 0, 0.0, 0.0)]
+    driver.episodes.generate(actions.Generate(0, 7, (SECOND,)))
+    driver.episodes.migrate(actions.Migrate(SECOND, 0, 1, 7, "flip"))
+    driver.episodes.migrate(actions.Migrate(FIRST, 0, 1, 7, "flip"))
+    assert [*driver.events] == [events.Migrated(SECOND, 0, 1, 0, 0, 0.0, 0.0)]
     assert [request.prompt_ids for request in driver.engines.migrated] == [(1, 2)]
     driver.events.clear()
-    driver.episodes.abort(Abort(1, (SECOND,)))
-    driver.episodes.abort(Abort(0, (FIRST,)))
-    assert [*driver.events] == [RequestsAborted(1, (SECOND,), 0)]
+    driver.episodes.abort(actions.Abort(1, (SECOND,)))
+    driver.episodes.abort(actions.Abort(0, (FIRST,)))
+    assert [*driver.events] == [events.RequestsAborted(1, (SECOND,), 0)]
     assert driver.engines.sent == [(1, m.AbortRequests((SECOND,))), (0, m.AbortRequests((FIRST,)))]
     assert {*driver.runner.released} == {*driver.runner.started.values()}
 
 
 def test_an_abort_that_crosses_a_migration_is_repeated_on_the_new_engine(driver: Driver) -> None:
-    driver.episodes.generate(Generate(0, 7, (FIRST,)))
-    driver.episodes.migrate(Migrate(FIRST, 0, 1, 7, "flip"))
-    driver.episodes.abort(Abort(0, (FIRST,)))  # the orchestrator has not handled `Migrated` yet
+    driver.episodes.generate(actions.Generate(0, 7, (FIRST,)))
+    driver.episodes.migrate(actions.Migrate(FIRST, 0, 1, 7, "flip"))
+    driver.episodes.abort(actions.Abort(0, (FIRST,)))  # the orchestrator has not handled `Migrated` yet
     driver.episodes.discard_group(GROUP)
-    assert [*driver.events] == [Migrated(FIRST, 0, 1, 0, 0, 0.0, 0.0)]
-    driver.episodes.abort(Abort(1, (FIRST,)))
-    assert [*driver.events][1:] == [RequestsAborted(1, (FIRST,), 0)]
+    assert [*driver.events] == [events.Migrated(FIRST, 0, 1, 0, 0, 0.0, 0.0)]
+    driver.episodes.abort(actions.Abort(1, (FIRST,)))
+    assert [*driver.events][1:] == [events.RequestsAborted(1, (FIRST,), 0)]
     assert driver.runner.released == [driver.runner.started[FIRST]]
 
 
@@ -548,11 +537,11 @@ def test_a_migration_of_a_finished_request_or_to_a_lost_engine_fails(driver: Dri
     driver.start(FIRST)
     driver.reply(EpisodeEnded(driver.generate_turn(), 0, None))
     driver.finish(FIRST)
-    driver.episodes.migrate(Migrate(FIRST, 0, 1, 7, "flip"))
-    driver.episodes.generate(Generate(0, 7, (SECOND,)))
+    driver.episodes.migrate(actions.Migrate(FIRST, 0, 1, 7, "flip"))
+    driver.episodes.generate(actions.Generate(0, 7, (SECOND,)))
     del driver.engines.workers[1]
-    driver.episodes.migrate(Migrate(SECOND, 0, 1, 7, "flip"))
+    driver.episodes.migrate(actions.Migrate(SECOND, 0, 1, 7, "flip"))
     assert [*driver.events] == [
-        MigrationFailed(SECOND, 0, 1, "an engine is lost"),
-        MigrationFailed(FIRST, 0, 1, "it has finished on its source"),
+        events.MigrationFailed(SECOND, 0, 1, "an engine is lost"),
+        events.MigrationFailed(FIRST, 0, 1, "it has finished on its source"),
     ]
