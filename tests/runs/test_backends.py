@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.contract.test_engine_contract import EXAMPLES
 from tests.runs.conftest import StartRun
-from tests.runtime.running import dora, journal, metrics, summary
+from tests.runtime.running import journal, metrics, summary
 from tests.runtime.tiny import write_task
 
 ENGINE = f"{EXAMPLES / 'transformers_engine.py'}:Transformers"
@@ -46,10 +46,8 @@ def test_the_guarantees_hold_with_other_backends_when_an_engine_crashes(
     run = start_run(plain_task, run__steps=6, eval__path=held_out, **backends, **FITTING)
     run.wait_for_steps(2)
     run.workers()[0].kill()
-    ended = run.end()
-    assert ended.code == 0, ended.err
-    audit = dora("audit", run.out, "--deep", "4")
-    assert audit.code == 0, audit.out
+    run.succeed()
+    run.audit("--deep", "4")
     assert len(metrics(run.out)) == 6
 
 
@@ -73,13 +71,11 @@ def test_requests_migrate_between_engines_as_on_gpus(
     )
     run.wait_for_steps(3)
     run.workers()[0].kill()
-    ended = run.end()
-    assert ended.code == 0, ended.err
+    run.succeed()
     found = summary(run.out)
     assert found["migrations"] >= 5
     assert (found["migrated_kv_bytes"] > 0, found["reprefill_tokens"] > 0) == (has_kv, not has_kv)
-    audit = dora("audit", run.out, "--deep", "8")
-    assert audit.code == 0, audit.out
+    run.audit("--deep", "8")
 
 
 def test_engines_of_two_kinds_serve_one_run_and_replace_each_other(
@@ -93,10 +89,8 @@ def test_engines_of_two_kinds_serve_one_run_and_replace_each_other(
     run = start_run(task, run__steps=8, engine__num_engines=1, eval__path=held_out, **FITTING)
     run.wait_for_steps(2)
     run.workers()[1].kill()
-    ended = run.end()
-    assert ended.code == 0, ended.err
-    audit = dora("audit", run.out, "--deep", "8")
-    assert audit.code == 0, audit.out
+    run.succeed()
+    run.audit("--deep", "8")
     events = journal(run.out)
     joined = {event["engine"]: event["max_num_seqs"] for event in events if event["kind"] == "engine_joined"}
     assert joined == {0: 4, 1: 2}

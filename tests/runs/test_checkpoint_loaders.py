@@ -37,7 +37,7 @@ def test_lm_eval_and_peft_load_a_checkpoint(kind: str, tmp_path: Path, start_run
     task = write_task(tmp_path) if kind == "own" else other_family_task(tmp_path, kind)
     changes = {} if kind == "own" else FITTING
     run = start_run(task, run__steps=3, trainer__lora_rank=4, trainer__lr=0.05, **changes)
-    assert run.end().code == 0, run.end()
+    run.succeed()
     changed = {"HF_HOME": str(tmp_path / "hf")}
     lines = load_elsewhere(PYTHON, "load_checkpoint.py", run.out, tmp_path / "start", changed)
     assert lines[-1] == "accuracy 0.5"
@@ -50,7 +50,7 @@ def test_vllm_loads_a_checkpoint_and_its_adapter(kind: str, tmp_path: Path, star
     """Greedy responses are those of transformers. vLLM's attention on a CPU needs heads of 32."""
     task = other_family_task(tmp_path, kind, hidden_size=128, head_dim=32)
     run = start_run(task, run__steps=3, trainer__lora_rank=4, trainer__lr=0.05, **FITTING)
-    assert run.end().code == 0, run.end()
+    run.succeed()
     changed = {**ENVIRONMENT, **CPU_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     lines = load_elsewhere(VLLM_PYTHON, "load_checkpoint_vllm.py", run.out, tmp_path / "start", changed)
     logprobs, response = (torch.tensor([*map(float, line.split())]) for line in lines[-2:])

@@ -22,8 +22,7 @@ def test_responses_are_run_against_the_tests_of_their_row(start_run: StartRun, t
         fork_server for server in servers for worker in server.children() for fork_server in worker.children()
     ]
     assert len(fork_servers) == 2  # one per reward worker; no other worker starts processes
-    result = run.end()
-    assert result.code == 0, result
+    run.succeed()
     assert wait_until_gone(fork_servers) == []
     with sqlite3.connect(run.out / "samples.sqlite") as db:
         rewards = {reward for (reward,) in db.execute("select reward from samples")}

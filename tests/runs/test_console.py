@@ -44,7 +44,7 @@ def test_a_terminal_shows_the_progress_of_a_run(start_run: StartRun) -> None:
     )
     os.close(terminal_of_run)
     shown = read_all(terminal)
-    assert run.end().code == 0
+    run.succeed()
     assert re.search(r"training \S+ +\d/6 steps, left 0:00:\d\d", shown)
     assert re.search(r"reward +\d\.\d{3} +tokens/s +\d+", shown)
     assert re.search(r"unfinished +versions v\d:\d+ v\d:\d+.* staleness +\d\.\d\d \(max \d\), bound 2", shown)

@@ -42,16 +42,15 @@ def test_the_first_step_is_that_of_the_uninterrupted_run(
     resumable: ResumableRun, other: ResumableRun
 ) -> None:
     """Only if the moments of the optimizer are kept, too."""
-    assert resumable.start(**REPEATED, run__steps=3).end().code == 0
+    resumable.start(**REPEATED, run__steps=3).succeed()
     checkpoint = resumable.out / "checkpoints" / "step-2"
-    ended = other.start(**REPEATED, run__steps=1, trainer__continue_from=checkpoint).end()
-    assert ended.code == 0, ended
+    ended = other.start(**REPEATED, run__steps=1, trainer__continue_from=checkpoint).succeed()
     assert f"weights and optimizer are those of {checkpoint}; steps, learning-rate schedule" in ended.out
     before, after = digests(resumable.out), digests(other.out)
     assert (after[0], after[1]) == (before[2], before[3])
 
     anew = ResumableRun(other.task, other.out.with_name("anew"))
-    assert anew.start(**REPEATED, run__steps=1, model__path=checkpoint).end().code == 0
+    anew.start(**REPEATED, run__steps=1, model__path=checkpoint).succeed()
     assert digests(anew.out)[0] == before[2]
     assert digests(anew.out)[1] != before[3]
 
@@ -64,7 +63,7 @@ def test_the_first_step_is_that_of_the_uninterrupted_run(
 def test_a_continued_run_is_resumed_and_audited(
     resumable: ResumableRun, other: ResumableRun, changes: dict[str, Any]
 ) -> None:
-    assert resumable.start(run__steps=2, **changes).end().code == 0
+    resumable.start(run__steps=2, **changes).succeed()
     checkpoint = resumable.out / "checkpoints" / "step-2"
     run = other.start(trainer__continue_from=checkpoint, **changes, **SLOW, trainer__save_freq=0)
     run.wait_for_steps(1)
@@ -81,7 +80,7 @@ def test_a_continued_run_is_resumed_and_audited(
 
 
 def test_the_option_names_a_checkpoint_for_a_new_run(resumable: ResumableRun, task: Path) -> None:
-    assert resumable.start(run__steps=1).end().code == 0
+    resumable.start(run__steps=1).succeed()
     new, checkpoint = resumable.out.with_name("new"), resumable.out / "checkpoints" / "step-1"
     ended = dora("train", task, "--out", new, "--continue-from", checkpoint, "--steps", "1")
     assert ended.code == 0, ended

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 from tests.runs.conftest import StartRun
-from tests.runtime.running import Run, dora, journal, summary, wait_until_gone
+from tests.runtime.running import Run, journal, summary, wait_until_gone
 from tests.runtime.tiny import write_task
 
 ECHO = """
@@ -70,17 +70,15 @@ def test_episodes_of_a_lost_engine_continue_and_repeat_no_step(start_run: StartR
     run.wait_until(lambda: calls(tmp_path)["step"] >= 3, "three steps of environments")
     used = next(line["engine"] for line in journal(run.out) if line["kind"] == "generate")
     run.workers()[used].kill()
-    ended = run.end()
-    assert ended.code == 0, ended
+    run.succeed()
     assert calls(tmp_path) == {"reset": 4, "step": 12}
     s = summary(run.out)
     assert s["engine_failures"] == 1
     assert s["kept_tokens"] > 0
-    audit = dora("audit", run.out)
-    assert audit.code == 0, audit
-    assert f"engines were lost 1 time: {s['kept_tokens']} token" in audit.out
+    audit = run.audit()
+    assert f"engines were lost 1 time: {s['kept_tokens']} token" in audit
     undisturbed = Run(config, tmp_path / "undisturbed", **TURNS)  # type: ignore[arg-type]
-    assert undisturbed.end().code == 0
+    undisturbed.succeed()
     assert token_ids(run.out) == token_ids(undisturbed.out)
 
 
@@ -94,16 +92,15 @@ def test_episodes_continue_in_a_resumed_run(start_run: StartRun, tmp_path: Path)
     assert wait_until_gone(workers) == []
     num_steps = calls(tmp_path)["step"]
     resumed = Run(None, run.out)
-    assert resumed.end().code == 0, resumed.end()
+    resumed.succeed()
     assert calls(tmp_path)["reset"] == 4
     assert 12 <= calls(tmp_path)["step"] <= 12 + 4 < 12 + num_steps
     (event,) = (line for line in journal(run.out) if line["kind"] == "resumed")
     assert sum(num_tokens for _, num_tokens in event["kept_tokens"]) > 0
-    audit = dora("audit", run.out)
-    assert audit.code == 0, audit
-    assert "0 requests restarted from the prompt" in audit.out
+    audit = run.audit()
+    assert "0 requests restarted from the prompt" in audit
     undisturbed = Run(config, tmp_path / "undisturbed", **TURNS)  # type: ignore[arg-type]
-    assert undisturbed.end().code == 0
+    undisturbed.succeed()
     assert token_ids(run.out) == token_ids(undisturbed.out)
 
 
@@ -128,15 +125,13 @@ def test_episodes_survive_a_lost_engine_and_a_resume(start_run: StartRun, tmp_pa
     unscore(run.out)
     resumed = Run(None, run.out)
     try:
-        ended = resumed.end()
+        resumed.succeed()
     finally:
         resumed.kill_all()
-    assert ended.code == 0, ended
     s = summary(run.out)
     assert (s["trained_groups"], s["failed_groups"]) == (16, 0)
-    audit = dora("audit", run.out, "--deep", "40")
-    assert audit.code == 0, audit
-    assert "log-probs ok" in audit.out
+    audit = run.audit("--deep", "40")
+    assert "log-probs ok" in audit
     check_samples(run.out)
 
 

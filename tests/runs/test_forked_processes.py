@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.runs.conftest import StartRun
-from tests.runtime.running import dora, summary, wait_until_gone
+from tests.runtime.running import summary, wait_until_gone
 from tests.runtime.tiny import REWARD, write_task
 
 FORKING = """
@@ -92,7 +92,7 @@ def test_processes_that_a_reward_function_started_end_with_their_worker(
     assert run.end().code == 130
     assert wait_until_gone(started(forking.parent)) == []
     assert summary(run.out)["failed_groups"] == 0
-    assert dora("audit", run.out).code == 0
+    run.audit()
 
 
 @IS_LINUX

@@ -52,8 +52,7 @@ def test_the_example_trains_with_the_strict_verifier(
     start_run: StartRun, model_and_data: dict[str, Path]
 ) -> None:
     run = start_run(EXAMPLES / "gsm8k.toml", **SMALL, **model_and_data)
-    result = run.end()
-    assert result.code == 0, result
+    run.succeed()
     s = summary(run.out)
     assert (s["trained_groups"], s["failed_groups"]) == (6, 0)
     assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
@@ -69,8 +68,7 @@ def test_only_the_groups_for_which_a_trl_reward_fails_are_failed(
         "reward__max_failed_fraction": 1.0,
     }
     run = start_run(EXAMPLES / "gsm8k.toml", **SMALL, **model_and_data, **changes)
-    result = run.end()
-    assert result.code == 0, result
+    result = run.succeed()
     s = summary(run.out)
     assert s["trained_groups"] == 6
     assert s["failed_groups"] == len([line for line in journal(run.out) if line["kind"] == "fail"]) >= 1

@@ -31,9 +31,8 @@ def segments(out: Path) -> list[tuple[list[list[int]], int, int, str]]:
 
 def check_run(run: Run, *, recomputes: bool) -> dict[str, Any]:
     """Check the samples and the journal of a finished run. Returns its summary."""
-    s, audit = summary(run.out), dora("audit", run.out)
-    assert audit.code == 0, audit
-    assert "C1 waived" in audit.out
+    s = summary(run.out)
+    assert "C1 waived" in run.audit()
     assert (s["breaks_c1"], s["c1"], s["c2"], s["c3"]) == (True, False, True, True)
     assert (s["pending_groups"], s["migrations"]) == (0, 0)
     assert (s["reprefill_tokens"] > 0) == recomputes
@@ -71,8 +70,7 @@ def test_requests_continue_on_newer_weights_after_an_engine_is_lost(start_run: S
     run = start_run(orchestrator__update_policy=policy, **SLOW)
     run.wait_for_steps(3)
     run.workers()[0].kill()
-    ended = run.end()
-    assert ended.code == 0, ended
+    ended = run.succeed()
     assert "waived by the update policy" in ended.out
     s = check_run(run, recomputes=policy == "partial")
     assert s["engine_failures"] == 1
@@ -87,7 +85,7 @@ def test_requests_continue_on_newer_weights_after_a_resume(start_run: StartRun) 
     run.wait_for_steps(4)
     run.kill_all()
     resumed = start_run(config=None)
-    assert resumed.end().code == 0, resumed.end()
+    resumed.succeed()
     s = check_run(resumed, recomputes=False)
     assert s["attempts"] == 2
     assert {line["step"] for line in metrics(run.out) if "step" in line} == set(range(8))

@@ -41,12 +41,11 @@ def refusal(out: Path, *overrides: str) -> str:
 def test_a_finished_run_gets_more_steps(resumable: ResumableRun) -> None:
     """Twice; every later resume and every command knows the number of steps."""
     out = resumable.out
-    assert resumable.start(run__steps=4, **CONSTANT, **EVALUATED).end().code == 0
+    resumable.start(run__steps=4, **CONSTANT, **EVALUATED).succeed()
     config = (out / "config.toml").read_bytes()
     assert "has finished all its 4 steps; --set run.steps=N, with a larger N" in refusal(out)
     assert "run.steps was 4 and cannot become 3" in refusal(out, "run.steps=3")
-    ended = resumable.resume(run__steps=5).end()
-    assert ended.code == 0, ended
+    ended = resumable.resume(run__steps=5).succeed()
     assert "4 trained steps kept, 0 redone" in ended.out
     assert "the run has 5 steps from now on, 4 before" in ended.out
     assert "after training (version 5, 3 held-out prompts)" in ended.out
@@ -101,17 +100,17 @@ def test_a_longer_run_equals_one_with_that_many_steps_from_the_start(
         "engine__exact_logprobs": "true",
         "orchestrator__max_staleness": 0,
     }
-    assert resumable.start(**synchronous, run__steps=3).end().code == 0
+    resumable.start(**synchronous, run__steps=3).succeed()
     check_finished(resumable.out, resumable.resume(run__steps=STEPS).end())
     other = ResumableRun(task, resumable.out.with_name("other"))
-    assert other.start(**synchronous).end().code == 0
+    other.start(**synchronous).succeed()
     assert digests(resumable.out) == digests(other.out)
     assert resumable.samples() == other.samples()
 
 
 def test_a_longer_linear_schedule_falls_to_0_at_the_new_end(resumable: ResumableRun) -> None:
     """`dora status` and `dora report` work on it, as on any run."""
-    assert resumable.start(run__steps=2).end().code == 0
+    resumable.start(run__steps=2).succeed()
     ended = resumable.resume(run__steps=STEPS, trainer__lr_decay="linear").end()
     check_finished(resumable.out, ended)
     later = [0.01 * (STEPS - step) / STEPS for step in range(2, STEPS)]

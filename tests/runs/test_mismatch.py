@@ -25,8 +25,7 @@ def test_an_exact_run_has_no_mismatch(start_run: StartRun, max_staleness: int, k
         orchestrator__max_staleness=max_staleness,
         run__steps=6,
     )
-    ended = run.end()
-    assert ended.code == 0, ended
+    ended = run.succeed()
     assert [step[LARGEST] for step in metrics(run.out)] == [0.0] * 6
     assert summary(run.out)["logprob_mismatch_max"] == 0.0
     assert "none: bit for bit equal" in ended.out
@@ -34,8 +33,7 @@ def test_an_exact_run_has_no_mismatch(start_run: StartRun, max_staleness: int, k
 
 def test_a_one_step_off_policy_run_measures_its_mismatch_in_every_step(start_run: StartRun) -> None:
     run = start_run(orchestrator__update_policy="one_step", run__steps=6)
-    ended = run.end()
-    assert ended.code == 0, ended
+    run.succeed()
     steps = metrics(run.out)
     assert all(step["staleness/mean"] == 1 for step in steps[1:])
     assert all(0 <= step[LARGEST] < 3e-6 for step in steps)
@@ -46,6 +44,5 @@ def test_an_exact_run_of_experts_with_top_p_has_no_mismatch(start_run: StartRun,
     config = write_task(tmp_path)
     save_pretrained(tmp_path / "start", MIXTURE, initial_weights(MIXTURE, seed=0, std=0.3))
     run = start_run(config, engine__exact_logprobs="true", sampling__temperature=0.8, sampling__top_p=0.9)
-    ended = run.end()
-    assert ended.code == 0, ended
+    run.succeed()
     assert summary(run.out)["logprob_mismatch_max"] == 0.0

@@ -48,8 +48,7 @@ def test_a_run_uses_sampling_filters_stop_strings_and_routes(mixture_task: Path,
         sampling__stop='["7", "xy"]',
         sampling__stop_token_ids="[3, 4]",
     )
-    result = run.end()
-    assert result.code == 0, result
+    run.succeed()
     assert summary(run.out)["trained_groups"] == 8
     steps = metrics(run.out)
     assert all(1 <= step["moe/load_imbalance"] <= MIXTURE.num_experts for step in steps)

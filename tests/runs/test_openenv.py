@@ -112,8 +112,7 @@ def test_an_openenv_server_has_the_environments_of_a_run(start_run: StartRun, tm
     serve = ["-m", "dora", "env-server", f"{tmp_path}/echo.py:Echo", "--port", str(env_port)]
     with running(port, tmp_path / "server.py", str(port)), running(env_port, *serve, "--token-file", token):
         run = start_run(config, run__steps=2, sampling__max_turn_length=5)
-        ended = run.end()
-    assert ended.code == 0, ended
+        run.succeed()
     s = summary(run.out)
     assert (s["trained_groups"], s["failed_groups"]) == (4, 0)
     assert audit.check(run.out).findings == ()

@@ -71,10 +71,10 @@ def test_restarted_requests_get_the_same_tokens(resumable: ResumableRun, task: P
         lambda: "commit" in [line["kind"] for line in journal(resumable.out)], "a group in the batch"
     )
     resumable.kill_after(run, 0)
-    assert resumable.resume().end().code == 0
+    resumable.resume().succeed()
     assert metrics(resumable.out)[0]["actor/num_tokens_early"] > 0
     undisturbed = ResumableRun(task, resumable.out.with_name("undisturbed"))
-    assert undisturbed.start(**one).end().code == 0
+    undisturbed.start(**one).succeed()
     assert {k: row[0] for k, row in resumable.samples().items()} == {
         k: row[0] for k, row in undisturbed.samples().items()
     }
@@ -92,7 +92,7 @@ def test_unfinished_outputs_continue_from_their_last_durable_token(
     killed_at = len(journal(resumable.out))
     found = [part for _, part in read_records(path.read_bytes()) if isinstance(part, OutputPart)]
     parts = {part.request: part.start + len(part.token_ids) for part in found}
-    assert resumable.resume(engine__min_step_time="400ms").end().code == 0
+    resumable.resume(engine__min_step_time="400ms").succeed()
     first: dict[tuple[int, ...], int] = {}
     for line in journal(resumable.out)[killed_at:]:
         if line["kind"] == "progress_reported":
@@ -105,7 +105,7 @@ def test_unfinished_outputs_continue_from_their_last_durable_token(
     assert {tuple(request): num for request, num in resumed["kept_tokens"]}.items() >= kept.items()
     assert all(first[tuple(request)] >= num for request, num in kept.items())
     undisturbed = ResumableRun(task, resumable.out.with_name("undisturbed"))
-    assert undisturbed.start(**one).end().code == 0
+    undisturbed.start(**one).succeed()
     assert {k: row[0] for k, row in resumable.samples().items()} == {
         k: row[0] for k, row in undisturbed.samples().items()
     }
@@ -126,7 +126,7 @@ def test_a_run_stopped_by_ctrl_c_resumes_where_it_was(resumable: ResumableRun) -
 
 def test_a_run_killed_before_its_last_checkpoint_finishes(resumable: ResumableRun) -> None:
     """All events are recorded, but the last checkpoint and the summary are not written."""
-    assert resumable.start(trainer__save_freq=0).end().code == 0
+    resumable.start(trainer__save_freq=0).succeed()
     shutil.rmtree(resumable.out / "checkpoints")
     (resumable.out / "summary.json").unlink()
     check_finished(resumable.out, resumable.resume().end())

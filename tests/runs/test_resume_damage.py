@@ -181,7 +181,7 @@ def test_a_redone_version_with_other_weights_is_reported(killed: ResumableRun) -
 def test_damaged_results_are_repaired_or_named(resumable: ResumableRun) -> None:
     """A resume writes a damaged summary again; metrics cannot be computed again."""
     out = resumable.out
-    assert resumable.start(eval__path="gcd", eval__num_prompts=3).end().code == 0
+    resumable.start(eval__path="gcd", eval__num_prompts=3).succeed()
     before = contents(out)
     for name, damage, expected in (
         ("metrics.jsonl", b'{"step": 0, "t_s\n', "metrics.jsonl, line 1: damaged"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.runs.conftest import StartRun
-from tests.runtime.running import Run, dora, journal, metrics, summary
+from tests.runtime.running import Run, journal, metrics, summary
 from tests.runtime.tiny import REWARD, write_task
 
 FAILING = """
@@ -45,13 +45,12 @@ def test_groups_that_cannot_be_scored_fail_with_a_reason_and_the_run_finishes(
     config = write_task(tmp_path, reward=FAILING, prompts=prompts)
     limits = {"reward__timeout_s": 1.0, "reward__max_failed_fraction": 1.0, "data__shuffle": "false"}
     run = start_run(config, run__steps=2, **limits)
-    result = run.end()
-    assert result.code == 0, result
+    result = run.succeed()
     s = summary(run.out)
     assert (s["trained_groups"], s["failed_groups"], s["pending_groups"]) == (4, 5, 0)
     assert {line["reason"] for line in journal(run.out) if line["kind"] == "fail"} == REASONS
     assert all(f"failed: {reason}" in result.out for reason in REASONS)
-    assert "4 trained + 0 filtered + 5 failed + 0 pending" in dora("audit", run.out).out
+    assert "4 trained + 0 filtered + 5 failed + 0 pending" in run.audit()
 
 
 LENGTH = """
@@ -83,8 +82,7 @@ def test_rewards_are_summed_also_after_kills_of_the_reward_workers_and_of_the_ru
         reward_worker.kill()
     run.wait_for_steps(3)
     run.kill_all()
-    result = Run(None, run.out).end()
-    assert result.code == 0, result
+    Run(None, run.out).succeed()
     s = summary(run.out)
     assert (s["trained_groups"], s["failed_groups"], s["pending_groups"]) == (12, 0, 0)
     with sqlite3.connect(run.out / "samples.sqlite") as db:
@@ -96,7 +94,7 @@ def test_rewards_are_summed_also_after_kills_of_the_reward_workers_and_of_the_ru
     for line in metrics(run.out):
         total = line["reward/reward/mean"] - 2.0 * line["reward/length/mean"]
         assert line["reward/mean"] == pytest.approx(total)
-    assert "12 trained + 0 filtered + 0 failed + 0 pending" in dora("audit", run.out).out
+    assert "12 trained + 0 filtered + 0 failed + 0 pending" in run.audit()
 
 
 def test_a_run_whose_groups_all_fail_stops_with_the_first_traceback(
@@ -112,7 +110,7 @@ def test_a_run_whose_groups_all_fail_stops_with_the_first_traceback(
     assert result.err.rstrip().endswith("ValueError: cannot score")
     assert "orchestrator.py" not in result.err
     assert summary(run.out)["failed_groups"] >= 1
-    assert dora("audit", run.out).code == 0
+    run.audit()
 
 
 def test_a_missing_reward_function_is_an_input_error_and_leaves_no_files(
@@ -129,14 +127,13 @@ def test_a_missing_reward_function_is_an_input_error_and_leaves_no_files(
 def test_groups_of_equal_rewards_are_filtered_and_replaced(start_run: StartRun, tmp_path: Path) -> None:
     reward = "def reward(prompt, completion):\n    return float(len(completion) > 3)\n"
     run = start_run(write_task(tmp_path, reward=reward), algorithm__filter_groups="true")
-    result = run.end()
-    assert result.code == 0, result
+    run.succeed()
     s = summary(run.out)
     assert s["filtered_groups"] > 0
     assert s["pending_groups"] == 0
     assert s["trained_groups"] == s["steps"] * 2
     assert {line["reason"] for line in journal(run.out) if line["kind"] == "filter"} == {"zero_variance"}
-    assert dora("audit", run.out).code == 0
+    run.audit()
 
 
 def test_a_run_whose_groups_are_all_filtered_stops_with_the_reason(
@@ -169,8 +166,7 @@ def test_the_rest_of_a_failed_group_is_not_scored(start_run: StartRun, tmp_path:
     prompts = [{"prompt": f"{number}:"} for number in range(9)]
     config = write_task(tmp_path, reward=FIRST_FAILS, prompts=prompts)
     run = start_run(config, run__steps=2, reward__timeout_s=30.0, reward__max_failed_fraction=1.0)
-    result = run.end()
-    assert result.code == 0, result
+    run.succeed()
     assert [line["reason"] for line in journal(run.out) if line["kind"] == "fail"] == [
         "reward raised KeyError"
     ]

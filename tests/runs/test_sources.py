@@ -73,7 +73,7 @@ def test_two_datasets_have_their_shares_and_skip_solved_prompts_after_a_crash_an
     run.kill_all()
     resumed = dora("train", "--resume", run.out)
     assert resumed.code == 0, resumed.err
-    assert dora("audit", run.out, "--deep", "4").code == 0
+    run.audit("--deep", "4")
     with contextlib.closing(sqlite3.connect(run.out / "samples.sqlite")) as store:
         query = "select distinct group_id from samples where trained_step is not null"
         groups = [tuple(map(int, name.split("/"))) for (name,) in store.execute(query)]

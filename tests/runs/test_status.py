@@ -41,7 +41,7 @@ def test_status_shows_the_processes_of_a_run_and_that_it_was_killed(start_run: S
 
 def test_status_of_a_finished_run_and_of_a_folder_without_a_run(start_run: StartRun, tmp_path: Path) -> None:
     run = start_run(run__steps=2)
-    assert run.end().code == 0
+    run.succeed()
     finished = dora("status", run.out)
     assert (finished.code, finished.out) == (0, f"{run.out}: finished, 2 steps trained\n"), finished
     refused = dora("status", tmp_path)

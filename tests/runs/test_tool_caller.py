@@ -32,8 +32,7 @@ SETTINGS = {
 
 def trained(run: Run) -> tuple[bytes, list[tuple[Any, ...]]]:
     """The last weights and all trained samples of a run that must end well and pass the audit."""
-    ended = run.end()
-    assert ended.code == 0, ended.err
+    run.succeed()
     assert summary(run.out)["steps"] == NUM_STEPS
     assert audit.check(run.out).findings == ()
     with sqlite3.connect(run.out / "samples.sqlite") as samples:

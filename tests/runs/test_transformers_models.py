@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.runs.conftest import StartRun
 from tests.runs.other_families import FITTING, other_family_task
-from tests.runtime.running import Run, dora, metrics
+from tests.runtime.running import Run, metrics
 from tests.runtime.tiny import write_task
 from transformers import AutoModelForCausalLM
 
@@ -39,10 +39,8 @@ def test_the_guarantees_hold_for_another_family_when_an_engine_crashes(
     )
     run.wait_for_steps(2)
     run.workers()[0].kill()
-    ended = run.end()
-    assert ended.code == 0, ended.err
-    audit = dora("audit", run.out, "--deep", "4")
-    assert audit.code == 0, audit.out
+    run.succeed()
+    run.audit("--deep", "4")
     steps = metrics(run.out)
     assert len(steps) == 4
     assert max(step["mismatch/logprob_abs_diff_max"] for step in steps) < 1e-4
@@ -56,9 +54,8 @@ def test_the_guarantees_hold_for_another_family_when_an_engine_crashes(
 
 def test_transformers_trains_what_the_own_engines_generate(tmp_path: Path, start_run: StartRun) -> None:
     run = start_run(write_task(tmp_path), trainer__model="transformers")
-    ended = run.end()
-    assert ended.code == 0, ended.err
-    assert dora("audit", run.out, "--deep", "4").code == 0
+    run.succeed()
+    run.audit("--deep", "4")
     steps = metrics(run.out)
     assert len(steps) == 4
     assert max(step["mismatch/logprob_abs_diff_max"] for step in steps) < 1e-5
@@ -75,7 +72,7 @@ def test_runs_of_both_implementations_have_the_same_rewards_and_losses(tmp_path:
             trainer__deterministic="true",
             trainer__model=implementation,
         )
-        assert run.end().code == 0, run.end().err
+        run.succeed()
         curves.append(metrics(run.out))
     own, foreign = curves
     assert [step["reward/mean"] for step in own] == [step["reward/mean"] for step in foreign]
@@ -110,11 +107,9 @@ def test_vllm_generates_for_a_model_that_transformers_trains(
         eval__path=tmp_path / "prompts.jsonl",
         eval__num_prompts=4,
     )
-    ended = run.end(timeout_s=800)
-    assert ended.code == 0, ended.err
+    ended = run.succeed(timeout_s=800)
     assert " lost (" not in ended.out + ended.err
-    audit = dora("audit", run.out, "--deep", "8", timeout_s=200)
-    assert audit.code == 0, audit.out
+    run.audit("--deep", "8", timeout_s=200)
     steps = metrics(run.out)
     assert len(steps) == 4
     assert max(step["mismatch/logprob_abs_diff_max"] for step in steps) < 1e-3

@@ -62,8 +62,7 @@ def vision_task(folder: Path, kind: str = "qwen3_vl") -> Path:
 def test_a_model_that_reads_images_is_trained_and_audited(tmp_path: Path, start_run: StartRun) -> None:
     settings = {key.replace(".", "__"): value for key, value in OVERRIDES.items()}
     run = start_run(vision_task(tmp_path), run__steps=3, algorithm__filter_groups="false", **settings)
-    ended = run.end()
-    assert ended.code == 0, ended.err
+    run.succeed()
     assert audit.check(run.out).findings == ()
     recheck = logprob_recheck.check(run.out, 8)
     assert recheck.findings == []

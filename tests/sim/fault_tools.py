@@ -3,54 +3,90 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-import pytest
-
-from dora.core import event_handlers
+from dora.core import codec, event_handlers
 from dora.core.actions import Action
 from dora.core.events import Event
 from dora.core.state import State
 
-Fault = Callable[[pytest.MonkeyPatch], None]
+Function = Callable[..., Any]
+Decorator = Callable[[Function], Function]
+Replacement = tuple[object, str, object]  # a module or class, the name of its rule, and the broken rule
 
 
-def before_handling(patch: pytest.MonkeyPatch, change: Callable[[State, Event], object]) -> None:
-    """Call `change` before each event; the core then handles the event that it returns, if any."""
-    original = event_handlers.handle
+class Fault(NamedTuple):
+    """Replacements of rules; the verdict of some seed then has `message` in it."""
 
-    def handle(state: State, event: Event) -> list[Action]:
-        changed = change(state, event)
-        return original(state, event if changed is None else changed)  # type: ignore[arg-type]
-
-    patch.setattr(event_handlers, "handle", handle)
+    name: str
+    message: str
+    replacements: tuple[Replacement, ...]
 
 
-def after_handling(
-    patch: pytest.MonkeyPatch, change: Callable[[State, Event, list[Action]], list[Action]]
-) -> None:
-    """Replace the actions of each event by those that `change` returns."""
-    original = event_handlers.handle
-    patch.setattr(event_handlers, "handle", lambda state, event: change(state, event, original(state, event)))
+FAULTS: list[Fault] = []
 
 
-def instead_of_handling(
-    patch: pytest.MonkeyPatch, kind: type[Event], change: Callable[[State, Any], list[Action]]
-) -> None:
-    """Handle events of one kind by `change` alone."""
-    original = event_handlers.handle
-
-    def handle(state: State, event: Event) -> list[Action]:
-        return change(state, event) if isinstance(event, kind) else original(state, event)
-
-    patch.setattr(event_handlers, "handle", handle)
+def add_fault(name: str, message: str, *replacements: Replacement) -> None:
+    FAULTS.append(Fault(name, message, replacements))
 
 
-def drop_actions(patch: pytest.MonkeyPatch, module: object, rule: str, kind: type[Action]) -> None:
-    """Drop the actions of one kind that a rule gives."""
-    original = getattr(module, rule)
+def replacement(owner: object, rule: str, broken: Function) -> Replacement:
+    """Replace a rule by `broken`, whose first argument is the original."""
+    original = getattr(owner, rule)
+    return owner, rule, lambda *args, **kwargs: broken(original, *args, **kwargs)
 
-    def without_kind(state: State) -> list[Action]:
-        return [action for action in original(state) if not isinstance(action, kind)]
 
-    patch.setattr(module, rule, without_kind)
+def replaces(message: str, owner: object, rule: str) -> Decorator:
+    """Add the fault that the decorated function, whose first argument is the original, replaces a rule."""
+
+    def register(broken: Function) -> Function:
+        add_fault(broken.__name__, message, replacement(owner, rule, broken))
+        return broken
+
+    return register
+
+
+def before_handling(message: str, kind: type[Any] = object) -> Decorator:
+    """Call the function before events of one kind; the event that it returns, if any, is then handled."""
+
+    def register(change: Function) -> Function:
+        def handle(original: Function, state: State, event: Event) -> Any:
+            changed = change(state, event) if isinstance(event, kind) else None
+            return original(state, event if changed is None else changed)
+
+        add_fault(change.__name__, message, replacement(event_handlers, "handle", handle))
+        return change
+
+    return register
+
+
+def after_handling(message: str, kind: type[Any] = object) -> Decorator:
+    """Replace the actions of events of one kind by those that the function returns, if it returns any."""
+
+    def register(change: Function) -> Function:
+        def handle(original: Function, state: State, event: Event) -> Any:
+            actions: list[Action] = original(state, event)
+            changed = change(state, event, actions) if isinstance(event, kind) else None
+            return actions if changed is None else changed
+
+        add_fault(change.__name__, message, replacement(event_handlers, "handle", handle))
+        return change
+
+    return register
+
+
+def instead_of_handling(message: str, kind: type[Any]) -> Decorator:
+    """Handle events of one kind by the function alone."""
+
+    def register(change: Function) -> Function:
+        handlers = event_handlers.HANDLERS | {kind: change}
+        add_fault(change.__name__, message, (event_handlers, "HANDLERS", handlers))
+        return change
+
+    return register
+
+
+def forget_in_snapshot(name: str, value: object, message: str) -> None:
+    """Add the fault that the written state has `value` in place of one field."""
+    broken = replacement(codec, "state_to_json", lambda original, state: original(state) | {name: value})
+    add_fault(f"a_snapshot_forgets_{name}", message, broken)

@@ -2,58 +2,33 @@
 
 from __future__ import annotations
 
-import pytest
-from tests.sim.fault_tools import Fault, after_handling
+from tests.sim.fault_tools import Function, add_fault, after_handling, replaces
 
 from dora.core import recovery
 from dora.core.actions import Action, Publish
-from dora.core.events import Event, TrainerLost, TrainerReplaced
+from dora.core.events import TrainerLost, TrainerReplaced
 from dora.core.state import State
 
-
-def a_version_is_published_again(patch: pytest.MonkeyPatch) -> None:
-    def publish_again(state: State, version: int) -> list[Action]:
-        state.publishing_version = version
-        return [Publish(version)]
-
-    patch.setattr(recovery, "publish_or_report_digest", publish_again)
+add_fault("more_steps_are_ignored", "C3: ", (recovery, "replace", lambda limits, num_steps: limits))
 
 
-def steps_are_not_trained_again(patch: pytest.MonkeyPatch) -> None:
-    def forget(state: State, event: Event, actions: list[Action]) -> list[Action]:
-        if isinstance(event, TrainerReplaced):
-            state.redo_batches.clear()
-        return actions
-
-    after_handling(patch, forget)
+@replaces("C1: version", recovery, "publish_or_report_digest")
+def a_version_is_published_again(original: Function, state: State, version: int) -> list[Action]:
+    state.publishing_version = version
+    return [Publish(version)]
 
 
-def a_lost_trainer_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    def forget(state: State, event: Event, actions: list[Action]) -> list[Action]:
-        if isinstance(event, TrainerLost):
-            state.is_trainer_lost = False
-        return actions
-
-    after_handling(patch, forget)
+@after_handling("redoes a voided step with another number", TrainerReplaced)
+def steps_are_not_trained_again(state: State, event: TrainerReplaced, actions: list[Action]) -> None:
+    state.redo_batches.clear()
 
 
-def the_step_of_a_lost_trainer_stays_active(patch: pytest.MonkeyPatch) -> None:
-    def keep(state: State, event: Event, actions: list[Action]) -> list[Action]:
-        if isinstance(event, TrainerLost) and state.newest_published in state.batches:
-            state.training_step = state.newest_published
-        return actions
-
-    after_handling(patch, keep)
+@after_handling("starts without a trainer", TrainerLost)
+def a_lost_trainer_is_ignored(state: State, event: TrainerLost, actions: list[Action]) -> None:
+    state.is_trainer_lost = False
 
 
-def more_steps_are_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(recovery, "replace", lambda limits, num_steps: limits)
-
-
-FAULTS: list[tuple[Fault, str]] = [
-    (a_version_is_published_again, "C1: version"),
-    (steps_are_not_trained_again, "redoes a voided step with another number"),
-    (a_lost_trainer_is_ignored, "starts without a trainer"),
-    (the_step_of_a_lost_trainer_stays_active, "deadlock"),
-    (more_steps_are_ignored, "C3: "),
-]
+@after_handling("deadlock", TrainerLost)
+def the_step_of_a_lost_trainer_stays_active(state: State, event: TrainerLost, actions: list[Action]) -> None:
+    if state.newest_published in state.batches:
+        state.training_step = state.newest_published

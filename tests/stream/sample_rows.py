@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from tests.stream.processes import TASK
 
 from dora.core.types import GroupId, RequestId
-from dora.stream.metadata import SampleMeta
-from dora.stream.schema import Field, StreamBatch
+from dora.stream.client import StreamClient
+from dora.stream.metadata import BatchRequest, SampleMeta
+from dora.stream.schema import Field, StreamBatch, TimedOut
 
 IDS, LOGPROBS, REWARD = (
     Field("ids", "<i4", (None,)),
@@ -19,6 +21,7 @@ IDS, LOGPROBS, REWARD = (
 ROUTES = Field("routes", "<i2", (None, 3))
 FIELDS = (IDS, LOGPROBS, REWARD, ROUTES)
 GROUP_SIZE = 2
+ALL = BatchRequest(max_rows=99)
 
 
 def row(number: int, version: int = 0, group_size: int = GROUP_SIZE) -> SampleMeta:
@@ -53,3 +56,15 @@ def numbers(batch: StreamBatch) -> list[int]:
     for number, values in zip(found, batch.rows("ids"), strict=True):
         np.testing.assert_array_equal(values, ids(number))
     return found
+
+
+def put(client: StreamClient, *which: int, wait_s: float = 10.0) -> range | TimedOut:
+    return client.put([row(n) for n in which], columns(which), wait_s)
+
+
+def get(
+    client: StreamClient, name: str = TASK, request: BatchRequest = ALL, wait_s: float = 10.0
+) -> StreamBatch:
+    batch = client.get(name, request, wait_s)
+    assert isinstance(batch, StreamBatch)
+    return batch

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tests.strangers import STRANGERS
 from tests.stream.processes import TASK
-from tests.stream.sample_rows import FIELDS, columns, numbers, row
+from tests.stream.sample_rows import FIELDS, get, numbers, put
 
 from dora.curve import CurveAddress, CurveConnection
 from dora.errors import RunError, StorageFullError, StreamError
@@ -26,25 +26,6 @@ from dora.stream.server import StreamServer
 from dora.stream.storage import SampleStream, SegmentReader, SegmentWriter
 
 NAN = math.nan
-
-
-@pytest.fixture
-def server(folder: Path) -> Iterator[StreamServer]:
-    made = StreamServer(
-        SampleStream(FIELDS, folder, max_bytes=700), [transport.stream_endpoint(folder), "tcp://127.0.0.1:*"]
-    )
-    thread = made.start()
-    yield made
-    made.stop()
-    thread.join()
-
-
-@pytest.fixture(params=["local", "remote"])
-def client(server: StreamServer, request: pytest.FixtureRequest) -> Iterator[StreamClient]:
-    """Both are on this machine; the remote one does not share memory."""
-    with StreamClient(server.endpoints[request.param == "remote"], timeout_s=20.0) as made:
-        made.register_consumer(TASK, ["ids"])
-        yield made
 
 
 @pytest.fixture
@@ -70,16 +51,6 @@ def connect_frame(client_id: str = "f" * 16) -> bytes:
     return json.dumps({"method": "connect", "id": 1, "client_id": client_id}).encode()
 
 
-def put(client: StreamClient, *which: int, wait_s: float = 10.0) -> None:
-    assert isinstance(client.put([row(n) for n in which], columns(which), wait_s), range)
-
-
-def get(client: StreamClient, wait_s: float = 10.0) -> StreamBatch:
-    batch = client.get(TASK, wait_s=wait_s)
-    assert isinstance(batch, StreamBatch)
-    return batch
-
-
 @pytest.mark.parametrize("wait_s", [1e9, 1e300, math.inf])
 def test_a_wait_may_have_any_length(client: StreamClient, wait_s: float) -> None:
     arguments = {
@@ -92,7 +63,7 @@ def test_a_wait_may_have_any_length(client: StreamClient, wait_s: float) -> None
     for _ in range(2):
         assert client.status()["num_rows"] == 0
     put(client, 3, wait_s=wait_s)
-    assert numbers(get(client, wait_s)) == [3]  # the reply to the first request releases its lease
+    assert numbers(get(client, wait_s=wait_s)) == [3]  # the reply to the first request releases its lease
 
 
 @pytest.mark.parametrize("lease_s", [1e9, 1e300, math.inf])
@@ -203,8 +174,9 @@ def test_a_client_id_cannot_be_used_twice(
 
 
 def test_a_remote_consumer_gets_only_the_columns_it_needs(client: StreamClient) -> None:
+    client.register_consumer("ids only", ["ids"])
     put(client, 3)
-    batch = get(client)
+    batch = get(client, "ids only")
     assert numbers(batch) == [3]
     assert ("logprobs" in batch) == client.shares_memory  # shared memory has whole blocks
 

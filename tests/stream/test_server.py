@@ -7,76 +7,23 @@ import json
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.stream.processes import TASK, StreamProcess
-from tests.stream.sample_rows import FIELDS, columns, group, numbers, rewards, row
+from tests.stream.sample_rows import ALL, FIELDS, columns, get, group, numbers, put, rewards, row
 
 from dora.curve import CurveAddress, CurveConnection
 from dora.errors import RunError, StorageFullError, StreamError
 from dora.stream import storage, transport
 from dora.stream.client import StreamClient
 from dora.stream.metadata import BatchRequest
-from dora.stream.schema import StreamBatch, TimedOut
+from dora.stream.schema import TimedOut
 from dora.stream.server import StreamServer
 from dora.stream.storage import SampleStream
-
-ALL = BatchRequest(max_rows=99)
-
-
-class ServedStream:
-    """A stream of at most 600 bytes behind a server in a thread, and its clients."""
-
-    def __init__(self, folder: Path) -> None:
-        self.server = StreamServer(
-            SampleStream(FIELDS, folder, max_bytes=600),
-            [transport.stream_endpoint(folder), "tcp://127.0.0.1:*"],
-        )
-        self.thread = self.server.start()
-        self.clients: list[StreamClient] = []
-
-    def client(self, is_local: bool = True) -> StreamClient:
-        self.clients.append(StreamClient(self.server.endpoints[0 if is_local else 1], timeout_s=20.0))
-        return self.clients[-1]
-
-    def close(self) -> None:
-        for client in self.clients:
-            client.close()
-        self.server.stop()
-        self.thread.join()
-
-
-@pytest.fixture
-def served(folder: Path) -> Iterator[ServedStream]:
-    made = ServedStream(folder)
-    yield made
-    made.close()
-
-
-def put(client: StreamClient, *which: int, wait_s: float = 10.0) -> range | TimedOut:
-    return client.put([row(n) for n in which], columns(which), wait_s)
-
-
-def get(
-    client: StreamClient, name: str = TASK, request: BatchRequest = ALL, wait_s: float = 10.0
-) -> StreamBatch:
-    batch = client.get(name, request, wait_s)
-    assert isinstance(batch, StreamBatch)
-    return batch
-
-
-@pytest.fixture(params=["local", "remote"])
-def client(served: ServedStream, request: pytest.FixtureRequest) -> StreamClient:
-    """Both are on this machine; the remote one does not share memory."""
-    made = served.client(request.param == "local")
-    assert made.shares_memory == (request.param == "local")
-    made.register_consumer(TASK, ["ids", "logprobs"])
-    made.register_consumer("actor", ["ids", "reward"], group_size=2)
-    return made
 
 
 def test_every_consumer_gets_the_rows_of_a_producer(client: StreamClient) -> None:
@@ -94,13 +41,13 @@ def test_every_consumer_gets_the_rows_of_a_producer(client: StreamClient) -> Non
 
 
 def test_ranks_of_a_trainer_read_rows_that_rank_0_has_on_lease(
-    served: ServedStream, client: StreamClient
+    new_client: Callable[..., StreamClient], client: StreamClient
 ) -> None:
     """Ranks of the same replica read the same rows."""
     put(client, 0, 1, 2, 3)
     batch = get(client)
     shares = [batch.indices[::2], batch.indices[1::2]]
-    ranks = [(served.client(rank < 2), shares[rank % 2]) for rank in range(4)]
+    ranks = [(new_client(rank < 2), shares[rank % 2]) for rank in range(4)]
     for rank, share in ranks:
         assert numbers(rank.read_leased(TASK, share)) == share
     with pytest.raises(StreamError, match="this client has no lease 0"):
@@ -110,23 +57,25 @@ def test_ranks_of_a_trainer_read_rows_that_rank_0_has_on_lease(
         ranks[1][0].read_leased(TASK, shares[1])
 
 
-def test_a_get_waits_for_rows_and_names_what_is_missing(served: ServedStream, client: StreamClient) -> None:
+def test_a_get_waits_for_rows_and_names_what_is_missing(
+    new_client: Callable[..., StreamClient], client: StreamClient
+) -> None:
     late = client.get("actor", BatchRequest(groups=(group(0),)), wait_s=0.05)
     assert isinstance(late, TimedOut)
     assert late.reason == "group 0/0: has 0 of 2 rows, 0 on lease or consumed"
     found: list[list[int]] = []
     waiting = threading.Thread(target=lambda: found.append(numbers(get(client))))
     waiting.start()
-    put(served.client(), 3)
+    put(new_client(), 3)
     waiting.join()
     assert found == [[3]]
 
 
 def test_an_evicted_client_loses_its_leases_and_pending_requests(
-    served: ServedStream, client: StreamClient
+    new_client: Callable[..., StreamClient], client: StreamClient
 ) -> None:
     """The crash of a remote client is not detected, and one of its requests may be pending."""
-    driver, crashed = served.client(), served.client(is_local=False)
+    driver, crashed = new_client(), new_client(is_local=False)
     put(driver, 0)
     get(crashed)
     crashed._send("get", {"consumer": TASK, "request": ALL._asdict(), "inline": True, "wait_s": 60.0}, ())
@@ -136,10 +85,12 @@ def test_an_evicted_client_loses_its_leases_and_pending_requests(
     with pytest.raises(StreamError, match="this client is not connected, or was evicted"):
         crashed.status()
     with pytest.raises(StreamError, match="only a client on the server's own host"):
-        served.client(is_local=False).evict(client.client_id)
+        new_client(is_local=False).evict(client.client_id)
 
 
-def test_a_producer_waits_while_the_stream_is_full(served: ServedStream, client: StreamClient) -> None:
+def test_a_producer_waits_while_the_stream_is_full(
+    new_client: Callable[..., StreamClient], client: StreamClient
+) -> None:
     assert put(client, *range(8)) == range(8)
     client.fill([*range(8)], rewards([*range(8)]))
     full = put(client, 8, wait_s=0.05)
@@ -148,7 +99,7 @@ def test_a_producer_waits_while_the_stream_is_full(served: ServedStream, client:
     found: list[range | TimedOut] = []
     waiting = threading.Thread(target=lambda: found.append(put(client, 8)))
     waiting.start()
-    other = served.client()
+    other = new_client()
     for name in (TASK, "actor"):
         other.commit(get(other, name))
     waiting.join()
@@ -187,7 +138,7 @@ def test_a_refused_request_changes_nothing_and_names_a_remedy(client: StreamClie
         (lambda: client.put([row(4)], {"ids": [np.zeros(1)]}), "'ids' is float64 and was declared <i4"),
         (lambda: client.put([row(4)], {"value": [np.zeros(1)]}), "field 'value' is not declared"),
         (lambda: client.put([], {"ids": []}), "no rows"),
-        (lambda: put(client, *range(10, 90)), "exceeds max_bytes = 600: put fewer rows"),
+        (lambda: put(client, *range(10, 90)), "exceeds max_bytes = 700: put fewer rows"),
         (lambda: client.fill([0], columns([0])), "row 0 has ids, logprobs already"),
         (lambda: client.fill([77], rewards([7])), "row 77 does not exist"),
         (lambda: client.commit(batch), "lease 1 has ended"),
@@ -204,9 +155,9 @@ def test_a_refused_request_changes_nothing_and_names_a_remedy(client: StreamClie
 
 
 def test_malformed_messages_get_an_error_and_change_nothing(
-    served: ServedStream, client: StreamClient
+    server: StreamServer, client: StreamClient
 ) -> None:
-    address = served.server.endpoints[1]
+    address = server.endpoints[1]
     assert isinstance(address, CurveAddress)
     connection = CurveConnection(address)
 
@@ -282,8 +233,8 @@ def test_rows_of_a_reply_that_came_too_late_go_to_another_client(
     thread.join()
 
 
-def test_an_expired_lease_goes_to_another_client(served: ServedStream) -> None:
-    slow, quick = served.client(), served.client()
+def test_an_expired_lease_goes_to_another_client(new_client: Callable[..., StreamClient]) -> None:
+    slow, quick = new_client(), new_client()
     slow.register_consumer("critic", ["ids"], lease_s=0.05)
     put(slow, 3)
     batch = get(slow, "critic")
@@ -293,8 +244,8 @@ def test_an_expired_lease_goes_to_another_client(served: ServedStream) -> None:
         slow.commit(batch)
 
 
-def test_a_client_that_disconnects_releases_its_leases(served: ServedStream) -> None:
-    leaving, staying = served.client(), served.client()
+def test_a_client_that_disconnects_releases_its_leases(new_client: Callable[..., StreamClient]) -> None:
+    leaving, staying = new_client(), new_client()
     staying.register_consumer(TASK, ["ids"])
     put(leaving, 3)
     assert numbers(get(leaving)) == [3]

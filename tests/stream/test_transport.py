@@ -10,38 +10,28 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.stream.processes import TASK
-from tests.stream.sample_rows import FIELDS, columns, numbers, row
+from tests.stream.sample_rows import FIELDS, get, numbers, put
 
 from dora.errors import RunError, StreamError
 from dora.stream import transport
 from dora.stream.client import StreamClient
-from dora.stream.schema import StreamBatch
 from dora.stream.server import StreamServer
 from dora.stream.storage import SampleStream
 from dora.stream.transport import UnixConnection
 
 
 @pytest.fixture
-def server(folder: Path) -> Iterator[StreamServer]:
-    made = StreamServer(SampleStream(FIELDS, folder), [transport.stream_endpoint(folder)])
-    thread = made.start()
-    yield made
-    made.stop()
-    thread.join()
-
-
-@pytest.fixture
-def client(server: StreamServer) -> Iterator[StreamClient]:
-    with StreamClient(server.endpoints[0], timeout_s=20.0) as made:
-        made.register_consumer(TASK, ["ids"])
-        yield made
+def client(new_client: Callable[..., StreamClient]) -> StreamClient:
+    made = new_client()
+    made.register_consumer(TASK, ["ids"])
+    return made
 
 
 def connect(server: StreamServer) -> socket.socket:
@@ -125,9 +115,9 @@ def test_a_client_does_not_send_a_message_that_is_too_long(
 ) -> None:
     monkeypatch.setattr(transport, "MAX_MESSAGE_BYTES", 100)
     with pytest.raises(StreamError, match="a message of 400 bytes exceeds the limit of 100"):
-        client.put([row(n) for n in range(10)], columns(range(10)))
+        put(client, *range(10))
     monkeypatch.undo()
-    assert client.put([row(0)], columns([0])) == range(1)
+    assert put(client, 0) == range(1)
 
 
 def test_the_exit_of_a_server_is_detected_at_once(folder: Path) -> None:
@@ -158,13 +148,12 @@ time.sleep(60)
 def test_a_killed_process_releases_its_rows_although_a_child_has_its_socket(
     server: StreamServer, client: StreamClient
 ) -> None:
-    client.put([row(3)], columns([3]))
+    put(client, 3)
     command = [sys.executable, "-c", _FORKS, str(server.endpoints[0]), TASK]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.kill()
-        batch = client.get(TASK)
+        batch = get(client)
         os.killpg(process.pid, signal.SIGKILL)
-    assert isinstance(batch, StreamBatch)
     assert numbers(batch) == [3]
