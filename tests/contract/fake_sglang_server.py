@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any
 
 from tests.contract.fake_server import AUTH_TOKEN, FakeServer, read_recorded, recorded_events
@@ -31,7 +32,6 @@ class FakeSglangServer(FakeServer):
     """Answers every request with a recorded answer. `faults` may have:
 
     replays: the name of the answer; "aborted" continues after its first event when the request is aborted.
-    no_digest: do not report the digest of loaded weights.
     rejected_loads: reject this many loads.
     version: report this version of SGLang.
     plugins: report this of DORA-RL's plugins.
@@ -101,13 +101,12 @@ class Handler(BaseHTTPRequestHandler):
             server.faults["rejected_loads"] -= 1
             return self._send_recorded("bad load")
         response = json.loads(RECORDED["answers"]["update_weights_from_disk"]["text"])
-        path, (part, num_parts) = body["model_path"], body["manifest"][PART_KEY]
+        path, (part, max_bytes) = body["model_path"], body["manifest"][PART_KEY]
         server.loaded_files.append(path)
         message = f"Weight version updated to {body['weight_version']}."
-        if part + 1 == num_parts:
+        if (part + 1) * max_bytes >= Path(path).stat().st_size:
             server.label = body["weight_version"]
-            if "no_digest" not in server.faults:
-                message = f"{DIGEST_PREFIX}{safetensors_digest(path)}. {message}"
+            message = f"{DIGEST_PREFIX}{safetensors_digest(path)}. {message}"
         self._send(200, json.dumps({**response, "message": message}))
 
     def _stream(self) -> None:

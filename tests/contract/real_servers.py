@@ -327,20 +327,28 @@ def test_kv_that_is_damaged_after_the_import_is_committed_is_prefilled_again(tmp
 def test_a_server_generates_between_the_parts_of_a_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests of the old version go on, and the new one's log-probs are those of its weights."""
+    """Each part is sent once the request of the old version has got more tokens since the last part."""
     monkeypatch.setattr(http_engine, "LOAD_PART_BYTES", 2**12)
     config = replace(CONFIG, max_position_embeddings=LONG_CONTEXT)
     save_pretrained(tmp_path / "model", config, version_weights(0))
     old, new = make_request(0, max_tokens=LONG_CONTEXT - 9), make_request(1, version=1, max_tokens=99)
     with closing(make_long_server(tmp_path, 0, 2)) as engine:
         engine.load(0, version_weights(0))
-        driver = MigrationDriver(tmp_path)
+        driver, call, lengths = MigrationDriver(tmp_path), engine.server.call, list[int]()
+
+        def call_after_progress(path: str, body: Any = None, *timeout_s: float) -> Any:
+            if path in ("/collective_rpc", "/update_weights_from_disk"):
+                wait_until(lambda: engine.progress()[old.id] > max(lengths, default=0))
+                lengths.append(engine.progress()[old.id])
+            return call(path, body, *timeout_s)
+
         submit(driver, engine, old)
-        before = engine.progress()[old.id]
-        loading = engine._start_load(1, lambda label: engine._send_weights(label, version_weights(1)))
-        while not loading.done():
-            engine.step()
-        assert engine.progress()[old.id] > before
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.server, "call", call_after_progress)
+            loading = engine._start_load(1, lambda label: engine._send_weights(label, version_weights(1)))
+            while not loading.done():
+                assert engine.step() == []
+        assert len(lengths) > 2
         assert engine.activate(1, loading.result()) == weight_digest(version_weights(1))
         check_logprobs(finish(driver, engine, old))
         engine.submit([new])

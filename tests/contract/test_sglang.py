@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -94,19 +93,6 @@ def test_a_request_that_is_halted_for_a_migration_has_all_its_tokens(make: Make)
     assert halted is not None
     events = recorded_events(RECORDED, "aborted")
     assert halted.output.token_ids.tolist() == [token for event in events for token in event["output_ids"]]
-
-
-def test_a_version_whose_digest_the_server_does_not_report_is_not_loaded(make: Make) -> None:
-    engine, _ = make(no_digest=True)
-    with pytest.raises(EngineError, match="start it as dora_sglang"):
-        engine.load(0, version_weights(0))
-    assert not engine.versions
-
-
-@pytest.mark.parametrize("plugins", [{}, {"protocol": 0, "version_slots": 1, "kv_layout": []}])
-def test_a_server_with_other_plugins_is_rejected(make: Make, plugins: dict[str, Any]) -> None:
-    with pytest.raises(EngineError, match="the plugins of another version of DORA-RL"):
-        make(plugins=plugins)
 
 
 def test_another_version_of_sglang_is_refused(make: Make) -> None:

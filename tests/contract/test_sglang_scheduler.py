@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -694,7 +695,7 @@ def load(module: Any, weights_file: Path) -> Load:
         label: str,
         *kept: str,
         part: int = 0,
-        num_parts: int = 1,
+        max_bytes: float = math.inf,
         path: Path = weights_file,
     ) -> tuple[bool, str]:
         manager = SimpleNamespace(
@@ -702,7 +703,7 @@ def load(module: Any, weights_file: Path) -> Load:
             flush_cache_after_weight_update=lambda request, is_done, message: (is_done, message + " flushed"),
             _observe_weight_load=nullcontext,
         )
-        manifest = {module.LOADED_KEY: [*kept], module.PART_KEY: [part, num_parts]}
+        manifest = {module.LOADED_KEY: [*kept], module.PART_KEY: [part, max_bytes]}
         output = module.load_part(
             manager, params(weight_version=label, model_path=str(path), manifest=manifest)
         )
@@ -725,35 +726,37 @@ def test_a_load_replaces_a_version_that_is_not_kept(make: Make, load: Load, weig
 
 def test_a_version_is_loaded_in_parts_between_steps(make: Make, load: Load) -> None:
     """A part has whole layers, whose weights a loader may fuse. The version is usable after the last one."""
-    scheduler = make("", "a")
-    assert load(scheduler, "b", "a", part=0, num_parts=3) == (True, "")
-    assert load(scheduler, "b", "a", part=1, num_parts=3) == (True, "")
-    assert [sorted(names) for names in ModelLoader.open.values()] in (
-        [["embedding.weight", "layers.0.down", "layers.0.up"]],
-        [["layers.0.down", "layers.0.up", "layers.1.down", "layers.1.up"]],
+    scheduler, layers = (
+        make("", "a"),
+        [{"embedding.weight"}] + [{f"layers.{n}.down", f"layers.{n}.up"} for n in range(2)],
     )
+    assert load(scheduler, "b", "a", part=0, max_bytes=24) == (True, "")
+    (names,) = ModelLoader.open.values()
+    assert {*names} == layers[0] | layers[1]
     add(scheduler, Req("a1", "a", max_new_tokens=1), Req("health", None, max_new_tokens=1))
     assert sorted([scheduler.step(), scheduler.step()]) == [["a1"], ["health"]]
     assert {model for model, _ in scheduler.computed} == {"model a"}, "not that which is being loaded"
     assert [slot.version for slot in scheduler._slots] == ["", "a"]
-    assert load(scheduler, "b", "a", part=2, num_parts=3)[0]
+    assert load(scheduler, "b", "a", part=1, max_bytes=24)[0]
     assert [slot.version for slot in scheduler._slots] == ["b", "a"]
-    assert {model: len(names) for model, names in ModelLoader.loaded.items()} == {"model ": 5}
+    assert {*ModelLoader.loaded["model "]} == layers[0] | layers[1] | layers[2]
+    for part in range(3):
+        assert bool(load(scheduler, "c", "a", part=part, max_bytes=1)[1]) == (part == 2), (
+            "a layer is not divided"
+        )
 
 
 def test_a_load_that_fails_or_is_given_up_leaves_the_slot_free(
     make: Make, load: Load, tmp_path: Path
 ) -> None:
     scheduler, missing = make("a", ""), tmp_path / "missing"
-    assert load(scheduler, "b", "a", part=0, num_parts=2) == (True, "")
-    assert load(scheduler, "c", "a", part=0, num_parts=2) == (True, "")
-    for part, path, reason in [(1, missing, "expected part 1 of"), (1, None, "an earlier part of this load")]:
-        options = {} if path is None else {"path": path}
-        is_done, message = load(scheduler, "c", "a", part=part, num_parts=2, **options)
-        assert (is_done, reason in message) == (False, True), message
+    assert load(scheduler, "b", "a", part=0, max_bytes=1) == (True, "")
+    assert load(scheduler, "c", "a", part=0, max_bytes=1) == (True, "")
+    assert "expected part 1 of" in load(scheduler, "c", "a", part=1, path=missing)[1]
+    assert "an earlier part of this load has failed" in load(scheduler, "c", "a", part=1)[1]
     assert not load(scheduler, "c", "a", path=missing)[0]
-    assert load(scheduler, "c", "a", part=0, num_parts=3) == (True, "")
-    assert "expected part 1 of" in load(scheduler, "c", "a", part=2, num_parts=3)[1]
+    assert load(scheduler, "c", "a", part=0, max_bytes=1) == (True, "")
+    assert "expected part 1 of" in load(scheduler, "c", "a", part=2)[1]
     assert ([slot.version for slot in scheduler._slots], ModelLoader.open) == (["a", ""], {})
     assert load(scheduler, "d", "a")[0]
     assert [slot.version for slot in scheduler._slots] == ["a", "d"]

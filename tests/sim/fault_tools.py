@@ -47,7 +47,7 @@ def replaces(message: str, owner: object, rule: str) -> Decorator:
 
 
 def before_handling(message: str, kind: type[Any] = object) -> Decorator:
-    """Call the function before events of one kind; the event that it returns, if any, is then handled."""
+    """Call the function before events of a kind (default: all). An event that it returns replaces it."""
 
     def register(change: Function) -> Function:
         def handle(original: Function, state: State, event: Event) -> Any:
@@ -61,7 +61,7 @@ def before_handling(message: str, kind: type[Any] = object) -> Decorator:
 
 
 def after_handling(message: str, kind: type[Any] = object) -> Decorator:
-    """Replace the actions of events of one kind by those that the function returns, if it returns any."""
+    """Replace the actions of events of a kind (default: all) by those that the function returns, if any."""
 
     def register(change: Function) -> Function:
         def handle(original: Function, state: State, event: Event) -> Any:

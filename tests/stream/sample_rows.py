@@ -58,8 +58,14 @@ def numbers(batch: StreamBatch) -> list[int]:
     return found
 
 
-def put(client: StreamClient, *which: int, wait_s: float = 10.0) -> range | TimedOut:
+def try_put(client: StreamClient, *which: int, wait_s: float = 10.0) -> range | TimedOut:
     return client.put([row(n) for n in which], columns(which), wait_s)
+
+
+def put(client: StreamClient, *which: int, wait_s: float = 10.0) -> range:
+    indices = try_put(client, *which, wait_s=wait_s)
+    assert isinstance(indices, range), indices
+    return indices
 
 
 def get(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.stream.processes import TASK, StreamProcess
-from tests.stream.sample_rows import ALL, FIELDS, columns, get, group, numbers, put, rewards, row
+from tests.stream.sample_rows import ALL, FIELDS, columns, get, group, numbers, put, rewards, row, try_put
 
 from dora.curve import CurveAddress, CurveConnection
 from dora.errors import RunError, StorageFullError, StreamError
@@ -93,7 +93,7 @@ def test_a_producer_waits_while_the_stream_is_full(
 ) -> None:
     assert put(client, *range(8)) == range(8)
     client.fill([*range(8)], rewards([*range(8)]))
-    full = put(client, 8, wait_s=0.05)
+    full = try_put(client, 8, wait_s=0.05)
     assert isinstance(full, TimedOut)
     assert full.reason.startswith("the stream is full: consumer 'reward' has 8 rows to consume: 8 ready")
     found: list[range | TimedOut] = []
@@ -117,7 +117,7 @@ def test_a_producer_waits_while_the_file_system_is_full(
 
     make_segment, is_full = storage._create_segment, [True] * 100
     monkeypatch.setattr(storage, "_create_segment", make)
-    late = put(client, 0, wait_s=0.05)
+    late = try_put(client, 0, wait_s=0.05)
     assert isinstance(late, TimedOut)
     assert "consumer 'reward' has 0 rows" in late.reason
     # A local client retries by itself; for a remote one the server allocates, and only once.

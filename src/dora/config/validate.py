@@ -11,7 +11,7 @@ from dora.config.schema import BREAKS_C1, FIXED_STALENESS, Config, EvalSourceSec
 from dora.errors import ConfigError
 from dora.trainer import recipe
 
-Unused = tuple[str, ...]  # a section, a reason, and the keys of the section that have no effect for it
+Unused = tuple[str, ...]  # a section, a reason, and keys of the section without effect for this reason
 
 _OF_FOLDER = ("split", "subset", "revision")  # keys of a dataset folder
 
@@ -655,7 +655,7 @@ def _unused_for_auxiliary_models(config: Config) -> Iterator[Unused]:
 
 
 def _unused_aux_worker(config: Config) -> str | None:
-    """Why the first of `trainer.aux_workers` without effect has none."""
+    """Why one of `trainer.aux_workers` has no effect; None if all have one."""
     algorithm, proximal = config.algorithm, config.correction.proximal
     reasons: dict[str, str] = {}
     if not algorithm.kl_loss_coef and not _compares_pairs(config):

@@ -46,7 +46,7 @@ def _parse_config(folder: Path, raw: dict[str, Any]) -> ModelConfig:
     try:
         return ModelConfig.from_dict(raw)
     except UnsupportedModelError:
-        if raw.get("quantization_config"):
+        if raw.get("quantization_config"):  # which the error names
             raise
         transformers_model.check_exact(raw)
         return transformers_model.read_config(folder, raw)

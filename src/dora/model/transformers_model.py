@@ -43,9 +43,9 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def check_exact(raw: Mapping[str, Any]) -> None:
-    """Raise ModelError if transformers would compute a model differently in trainer and engines.
+    """Raise ModelError for a model whose keys depend on the sequence length, by its `config.json`.
 
-    `raw` is its `config.json`. Keys must not depend on the length of the sequence.
+    Trainer and engines would compute it differently.
     """
     text = raw.get("text_config") or raw
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}

@@ -49,7 +49,6 @@ from dora.engine.backends.server_plugins.dora_sglang import (
     TOKEN_VARIABLE,
 )
 from dora.engine.interface import Capabilities
-from dora.engine.request import EngineError
 from dora.errors import ConfigError
 
 TESTED_VERSIONS = ("0.5.23",)  # others have other classes
@@ -169,15 +168,11 @@ class Sglang(HttpEngine):
     def _send_file(self, label: str, path: Path) -> str:
         call: dict[str, Any] = {"model_path": str(path.absolute()), "weight_version": label}
         call["flush_cache"] = not self._is_multi_version
-        message, num_parts = "", self._num_parts(path)
-        for part in range(num_parts):
-            call["manifest"] = {LOADED_KEY: self._loaded, PART_KEY: [part, num_parts]}
+        part, digest = 0, None
+        while digest is None:  # it comes with the last part
+            call["manifest"] = {LOADED_KEY: self._loaded, PART_KEY: [part, self._max_part_bytes]}
             message = self.server.call("/update_weights_from_disk", call, LOAD_TIMEOUT_S)["message"]
-        if (digest := re.search(rf"{DIGEST_PREFIX}([0-9a-f]{{32}})", message)) is None:
-            raise EngineError(
-                f"{self.server} does not report the digest of the weights that it loads: start it as "
-                "dora_sglang, see docs/sglang.md"
-            )
+            part, digest = part + 1, re.search(rf"{DIGEST_PREFIX}([0-9a-f]{{32}})", message)
         return digest[1]
 
     def _keep_kv(self, version: int) -> None:

@@ -15,6 +15,7 @@ returns the digest of what it has read, and with each response which weights gen
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -266,10 +267,10 @@ class Vllm(HttpEngine):
     def _load_at_workers(self, label: str, path: Path) -> list[str]:
         """The digests of what they have read."""
         if self._is_multi_version:
-            digests, num_parts = list[str](), self._num_parts(path)
-            for part in range(num_parts):
-                digests = self._call_workers("dora_load_part", label, str(path), part, num_parts)
-            return digests
+            for part in itertools.count():
+                load = (label, str(path), part, self._max_part_bytes)
+                if all(digests := self._call_workers("dora_load_part", *load)):
+                    return digests
         if self._sender is not None:
             self._sender.send(path)
             return self._call_workers("dora_received_digest", label)

@@ -6,8 +6,9 @@ That process has no package `dora`, so the file `dora/model/digest.py` is loaded
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -46,35 +47,59 @@ def safetensors_digest(path: str) -> str:
 
 
 class FileLoad:
-    """A load of a version's file in parts. A thread computes the digest of its data meanwhile."""
+    """A load of a version's file in parts. A thread computes the digest of its data meanwhile.
 
-    def __init__(self, path: str) -> None:
-        self.path, self._next_part = path, 0
+    A part has whole layers, whose tensors loaders may fuse: as many as fit into `max_bytes`, or one.
+    """
+
+    def __init__(self, path: str, max_bytes: float) -> None:
+        self.path, self._parts = path, _parts(path, max_bytes)
+        self._num_read = 0
         thread = ThreadPoolExecutor(1)
         self._digest = thread.submit(safetensors_digest, path)
-        thread.shutdown(wait=False)  # it ends after this
+        thread.shutdown(wait=False)  # the thread ends once it has the digest
 
-    def read_part(self, path: str, part: int, num_parts: int) -> Iterator[tuple[str, Any]]:
-        """The tensors of a part, with their names. A part has whole layers, whose tensors loaders may fuse.
+    @property
+    def is_read(self) -> bool:
+        """Whether all parts have been read."""
+        return self._num_read == len(self._parts)
 
-        Raises RuntimeError for a part of another file, or out of order.
-        """
-        from safetensors import safe_open
-
-        if (path, part) != (self.path, self._next_part):
-            raise RuntimeError(f"part {part} of {path}: expected part {self._next_part} of {self.path}")
-        with safe_open(path, "pt") as stored:
-            layers = [[*names] for _, names in groupby(stored.offset_keys(), _layer_of)]
-            for names in layers[len(layers) * part // num_parts : len(layers) * (part + 1) // num_parts]:
-                yield from ((name, stored.get_tensor(name)) for name in names)
-        self._next_part += 1
+    def read_part(self, path: str, part: int) -> Iterator[tuple[str, Any]]:
+        """The tensors of a part, with their names. Raises RuntimeError for another file or another order."""
+        if (path, part) != (self.path, self._num_read) or self.is_read:
+            raise RuntimeError(f"part {part} of {path}: expected part {self._num_read} of {self.path}")
+        self._num_read += 1
+        return _tensors(path, self._parts[part])
 
     def digest(self) -> str:
         return self._digest.result()
 
 
+def _parts(path: str, max_bytes: float) -> list[list[str]]:
+    """The names of the tensors in each part, in the order of the file."""
+    with open(path, "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header.pop("__metadata__", None)
+    parts: list[list[str]] = []
+    start = 0
+    for _, layer in groupby(sorted(header, key=lambda name: header[name]["data_offsets"]), _layer_of):
+        names = [*layer]
+        if not parts or header[names[-1]]["data_offsets"][1] - start > max_bytes:
+            parts.append([])
+            start = header[names[0]]["data_offsets"][0]
+        parts[-1] += names
+    return parts
+
+
+def _tensors(path: str, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as stored:
+        yield from ((name, stored.get_tensor(name)) for name in names)
+
+
 def _layer_of(name: str) -> str:
-    """The first part of a tensor's name, which ends with the number of its layer; a name without: itself."""
+    """A tensor's name up to the number of its layer; the whole name if it has none."""
     match = re.match(r".*?\.\d+\.", name)
     return match[0] if match else name
 

@@ -20,7 +20,7 @@ SLOTS_VARIABLE = "DORA_SGLANG_VERSION_SLOTS"
 SLOTS_FLAGS = ("--disable-overlap-schedule", "--disable-cuda-graph")  # a graph is of one model
 # In the manifest of a load.
 LOADED_KEY = "dora_loaded"  # labels of the versions that stay
-PART_KEY = "dora_part"  # number of a part of the file, and how many there are
+PART_KEY = "dora_part"  # number of a part of the file, and the bytes of a part at most
 DECODE_ONLY, CONTINUE_WITH = "dora_decode_only", "dora_continue_with"  # calls of `/set_internal_state`
 KEEP = "#keep"  # at the end of a request's `extra_key`: it keeps its version
 PROTOCOL = 4  # of the calls, and of the events of responses

@@ -192,16 +192,16 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         """
         digest = failure = ""
         try:
-            part, num_parts = manifest[PART_KEY]
+            part, max_bytes = manifest[PART_KEY]
             if part == 0:
-                self._start_load(path, manifest[LOADED_KEY])
+                self._start_load(path, max_bytes, manifest[LOADED_KEY])
             if self._loading is None:
                 raise RuntimeError("an earlier part of this load has failed")
             slot, load = self._loading
             with set_default_torch_dtype(self.model_config.dtype):
-                weights = load.read_part(path, part, num_parts)
+                weights = load.read_part(path, part)
                 DefaultModelLoader.load_weights_only(slot.model, weights, self._device)
-            if part + 1 == num_parts:
+            if load.is_read:
                 self._end_load()
                 digest = load.digest()
         except Exception as error:  # of the model's own loader
@@ -217,7 +217,7 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
             slot.version, self.weight_digests[label] = label, digest
         return True, digest
 
-    def _start_load(self, path: str, loaded: Container[str]) -> None:
+    def _start_load(self, path: str, max_bytes: float, loaded: Container[str]) -> None:
         """Raises RuntimeError if there is no free slot, or SGLang cannot change this model's weights."""
         self._end_load()  # one that was given up
         slot = self.free_slot(loaded)
@@ -226,7 +226,7 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         self.runner.weight_updater._assert_weight_cache_inactive("a load")
         if (reason := _unsupported_derived_weight_cache_error(slot.model)) is not None:
             raise RuntimeError(reason)
-        self._loading = slot, dora_digest.FileLoad(path)
+        self._loading = slot, dora_digest.FileLoad(path, max_bytes)
         with set_default_torch_dtype(self.model_config.dtype):
             DefaultModelLoader.restore_weights_before_loading(slot.model, self._device)
 

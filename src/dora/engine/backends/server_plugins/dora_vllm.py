@@ -20,7 +20,7 @@ PACE_VARIABLE = "DORA_VLLM_MIN_STEP_S"  # of the executor on a CPU
 # Calls of `dora_vllm_versions`: POST {"arguments": [...]}.
 DECODE_ONLY_PATH, CONTINUE_PATH = "/dora/decode_only", "/dora/continue_with"
 UTILITIES = {DECODE_ONLY_PATH: "dora_decode_only", CONTINUE_PATH: "dora_continue_with"}
-PROTOCOL = 3  # of the calls of this folder's modules, and of the events of responses
+PROTOCOL = 4  # of the calls of this folder's modules, and of the events of responses
 KEEP = "#keep"  # at the end of a request's `cache_salt`: it keeps its version
 
 AsgiMessage = MutableMapping[str, Any]

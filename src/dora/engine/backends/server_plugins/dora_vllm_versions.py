@@ -52,7 +52,13 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
     """vLLM's worker with several models."""
 
     def load_model(self, **arguments: Any) -> None:
-        """Load the initial model into every slot. Raises RuntimeError if memory is insufficient."""
+        """Load the initial model into every slot.
+
+        Raises RuntimeError if memory is insufficient, or if models share tensors, which have no data while
+        one of the models is loaded in parts.
+        """
+        if self.vllm_config.speculative_config is not None:  # a draft model shares tensors of the first one
+            raise RuntimeError("several version slots exclude speculative decoding: remove its flags")
         super().load_model(**arguments)
         num_slots = self.vllm_config.additional_config["dora_version_slots"]
         layers = self.vllm_config.compilation_config.static_forward_context
@@ -63,6 +69,9 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
             raise RuntimeError(
                 f"the device has no memory for weights of {num_slots} versions: lower engine.version_slots"
             ) from error
+        tensors = Counter(id(t) for slot in self._slots for t in {*_tensors_of(slot.model)})
+        if max(tensors.values()) > 1:
+            raise RuntimeError("the models of several version slots share tensors: set version_slots = 1")
         self._active = self._slots[0]
         self._loading: tuple[Slot, Any] | None = None  # and the `FileLoad`
         if not current_platform.is_cpu():
@@ -91,8 +100,8 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
     def dora_info(self) -> dict[str, Any]:
         return {**super().dora_info(), "version_slots": len(self._slots)}
 
-    def dora_load_part(self, version: str, path: str, part: int, num_parts: int) -> str:
-        """Load one of `num_parts` parts of a version's file into a free slot. Other slots work in between.
+    def dora_load_part(self, version: str, path: str, part: int, max_bytes: float) -> str:
+        """Load a part of a version's file into a free slot, see `FileLoad`. Other slots work in between.
 
         After the last part, the version is usable. Returns the digest of the file's data then, else "".
         """
@@ -101,17 +110,17 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
             slot = next((slot for slot in self._slots if not slot.version), None)
             if slot is None:
                 raise RuntimeError(f"no free slot for {version}: {[slot.version for slot in self._slots]}")
-            self._loading = slot, dora_digest.FileLoad(path)
+            self._loading = slot, dora_digest.FileLoad(path, max_bytes)
             initialize_layerwise_reload(slot.model)
         assert self._loading is not None, "an earlier part of this load has failed"
         slot, load = self._loading
         try:
             with set_current_vllm_config(self.vllm_config):
-                slot.model.load_weights(load.read_part(path, part, num_parts))
+                slot.model.load_weights(load.read_part(path, part))
         except BaseException:
             self._end_load()
             raise
-        if part + 1 < num_parts:
+        if not load.is_read:
             return ""
         self._end_load()
         self.pack_head(slot.model)
@@ -238,6 +247,11 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
             if self.computed_version != scheduled:
                 raise RuntimeError(f"a step of {scheduled} was computed by {self.computed_version!r}")
         return super().update_from_output(scheduler_output, model_runner_output)
+
+
+def _tensors_of(model: Any) -> Iterator[Any]:
+    yield from model.parameters()
+    yield from model.buffers()
 
 
 def _version_of(request: Any) -> str:
