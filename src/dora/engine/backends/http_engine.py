@@ -61,7 +61,7 @@ from dora.weights.version_file import read_header
 STEP_WAIT_S = 0.02  # the longest that a step waits for the server
 MIGRATING_WAIT_S = 0.001  # the same while requests migrate, which pause meanwhile
 IMPORT_TIMEOUT_S = 30.0  # the longest that a server may take to the first token after the KV that it imports
-LOAD_PART_BYTES = 2**28  # loaded between two steps of a server that generates for others, but a whole layer
+LOAD_PART_BYTES = 2**28  # loaded between two steps of a server with several slots; a layer may be larger
 LOAD_CHECK_S = 1.0  # between two checks that a server which loads still responds
 # Tokens of a response that a server sends at once. Each event costs time, and after a stop string, which only
 # the engine sees, the server generates until the next event in vain.
@@ -209,7 +209,7 @@ class HttpEngine(ABC):
 
     @property
     def _max_part_bytes(self) -> int:
-        """Of the parts in which to load a file. Several versions take turns between two of them."""
+        """How many bytes to load at once. With several slots, the server generates between two parts."""
         return LOAD_PART_BYTES if self._is_multi_version else 2**62
 
     def _send_weights(self, label: str, source: Tensor) -> str:

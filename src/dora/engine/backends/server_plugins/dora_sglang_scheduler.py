@@ -211,7 +211,10 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         if not failures and len({*results}) > 1:
             failures = [f"the workers have read different weights: {[digest for digest, _ in results]}"]
         if failures:
-            self._end_load()
+            try:
+                self._end_load()
+            except Exception:  # the next load begins with this model, too
+                logger.exception("the model of a load that has failed cannot be finished")
             return False, "; ".join(failures)
         if digest:
             slot.version, self.weight_digests[label] = label, digest
