@@ -310,7 +310,11 @@ NUM_BEFORE, NUM_AFTER = 32, 96  # tokens of the answer before and after the migr
 
 
 class ServerPair:
-    """Two engines on servers with version 0, and a driver that only migrates, in this process."""
+    """Two engines on servers with version 0, and a driver that only migrates, in this process.
+
+    A third one, `reference`, generates what does not migrate: it has no prompt cached either. A server that
+    has a prompt cached prefills fewer tokens at once, and rounds otherwise.
+    """
 
     def __init__(self, config: ModelConfig, backend: str, python: str, kv_connector: str) -> None:
         from dora.engine.backends.sglang import Sglang
@@ -325,20 +329,22 @@ class ServerPair:
         weights = initial_weights(config, seed=0, std=0.1)
         save_pretrained(self._folder / "model", config, weights)
         self._slots, self._num_requests, self._num_migrations = HandoffSlots(self._folder), 0, 0
-        self.engines: list[HttpEngine] = []
-        for number in range(2):
+        engines: list[HttpEngine] = []
+        for number in range(3):
             pool = self._folder / f"pool-{number}"
             sizes = {"max_rows": 2, "max_context": SERVER_TOKENS[-1] + NUM_AFTER, "version_slots": 1}
             where = {"device": "cpu", "dtype": "float32", "python": python, "pool": pool}
             model = str(self._folder / "model")
             if backend == "vllm":
-                self.engines.append(Vllm(model=model, kv_connector=kv_connector, **sizes, **where))
+                connector = kv_connector if number < 2 else "files"
+                engines.append(Vllm(model=model, kv_connector=connector, **sizes, **where))
             else:
-                self.engines.append(Sglang(model=model, **sizes, **where))
-            self.engines[-1].load(0, weights)
+                engines.append(Sglang(model=model, **sizes, **where))
+            engines[-1].load(0, weights)
+        *self.engines, self.reference = engines
 
     def close(self) -> None:
-        for engine in self.engines:
+        for engine in (*self.engines, self.reference):
             engine.close()
         shutil.rmtree(self._folder)
 
@@ -350,10 +356,10 @@ class ServerPair:
         sampling = SamplingParams(0.0, NUM_BEFORE + NUM_AFTER)
         return Request(RequestId(*group, 0), group, prompt, 0, self._num_requests, sampling)
 
-    def generate(self, engine: HttpEngine, request: Request) -> Completion:
+    def generate(self, request: Request) -> Completion:
         """The answer without a migration."""
-        engine.submit([request])
-        return _until(engine.step)[0]
+        self.reference.submit([request])
+        return _until(self.reference.step)[0]
 
     def move(self, request: Request, carries_kv: bool) -> tuple[float, ImportFinished, Completion]:
         """Migrate with NUM_BEFORE tokens of the answer. Returns the time without new tokens (s)."""
@@ -397,7 +403,7 @@ def measure_server(pair: ServerPair, num_tokens: int, num_repeats: int) -> Row:
             stops_ms[carries_kv].append(stop_s * 1e3)
             prefilled[carries_kv].add(imported.num_prefilled)
             num_bytes = max(num_bytes, imported.num_bytes)
-            unmoved = pair.generate(pair.engines[0], request)
+            unmoved = pair.generate(request)
             assert answer.token_ids.tolist() == unmoved.token_ids.tolist(), "the tokens differ"
             difference = float(np.abs(answer.logprobs - unmoved.logprobs).max())
             differences[carries_kv] = max(differences[carries_kv], difference)
