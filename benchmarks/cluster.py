@@ -34,7 +34,6 @@ from dora.engine.kv_transfer.pool import (
     MappedPool,
     PeerPool,
     create_pool,
-    open_pool,
     view_as_blocks,
 )
 from dora.runtime.process.remote_kv import KVPoolServer, RemoteKVPool
@@ -199,7 +198,7 @@ def kv_rows(folder: Path, num_blocks: int, num_repeats: int) -> list[Row]:
     source.start()
     address = ours.recv()
     pool = view_as_blocks(create_pool(folder / "own", num_blocks * BLOCK_BYTES), num_blocks)
-    far, near = RemoteKVPool(address, BLOCK_BYTES), MappedPool(open_pool(path, BLOCK_BYTES))
+    far, near = RemoteKVPool(address, BLOCK_BYTES), MappedPool(path, BLOCK_BYTES)
     with closing(far):
         rows = [
             path_row(name, pool.nbytes, lambda peer=peer: kv_s(peer, pool), num_repeats)

@@ -27,8 +27,8 @@ from dora.core.types import GroupId, RequestId
 from dora.engine.block_manager import num_blocks_for
 from dora.engine.cuda_graphs import CUDAGraphRunner
 from dora.engine.engine import Engine
-from dora.engine.request import Request, SamplingParams
-from dora.engine.runner import ModelRunner, PrefillInput
+from dora.engine.request import PrefillInput, Request, SamplingParams
+from dora.engine.runner import ModelRunner
 from dora.model.config import ModelConfig
 from dora.model.weights import WeightLayout, weight_digest
 from report import Row, publish

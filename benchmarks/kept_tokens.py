@@ -312,12 +312,12 @@ def measure_kills(num_kills: int) -> tuple[list[Row], dict[str, float], tuple[st
         found = list(losses(watch, run.kills))
     for finding in result.findings:
         print(finding)
-    counts = result.counts
-    share = counts.kept_tokens / max(1, counts.kept_tokens + counts.lost_tokens)
+    versions = result.guarantees.versions
+    share = versions.num_kept_tokens / max(1, versions.num_kept_tokens + versions.num_lost_tokens)
     ratios = {
         "findings": float(len(result.findings)),
-        "audit: kept_tokens": float(counts.kept_tokens),
-        "audit: lost_tokens": float(counts.lost_tokens),
+        "audit: kept_tokens": float(versions.num_kept_tokens),
+        "audit: lost_tokens": float(versions.num_lost_tokens),
         "audit: kept / (kept + lost)": share,
     }
     return rows_of(found), ratios, result.findings

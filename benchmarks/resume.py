@@ -171,9 +171,9 @@ class Trial:
         """Check after the end that every group was trained once."""
         self._check_folder()
         self.summary = json.loads((self._out / "summary.json").read_text())
-        counts = audit.check(self._out).counts
-        if (counts.pending, counts.trained) != (0, counts.admitted):
-            self.findings.append(f"{counts}")
+        groups = audit.check(self._out).guarantees.groups
+        if (groups.outcomes["pending"], groups.outcomes["trained"]) != (0, groups.num_admitted):
+            self.findings.append(f"{groups.num_admitted} groups admitted: {groups.outcomes}")
 
 
 def main() -> None:

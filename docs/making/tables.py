@@ -19,7 +19,7 @@ from docs.making import compared, faults, forecast, gallery, learned, markdown, 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from dora.config.aliases import KeyAlias, trainer_aliases
+from dora.config.aliases import TRAINER_ALIASES, KeyAlias
 from dora.config.schema import Section, iter_keys, iter_sections
 from dora.metrics.catalog import SECTIONS, MetricDoc
 
@@ -43,7 +43,7 @@ def tables() -> dict[str, Callable[[], str]]:
     of_metrics = {f"metrics_{section.key}": partial(metrics_table, section.metrics) for section in SECTIONS}
     of_aliases = {
         f"words_{trainer.lower().replace('-', '_')}": partial(alias_table, aliases)
-        for trainer, aliases in trainer_aliases().items()
+        for trainer, aliases in TRAINER_ALIASES.items()
     }
     made: dict[str, Callable[[], str]] = {**of_keys, **of_metrics, **of_aliases}
     for module in (learned, compared, forecast, faults, measured, gallery, trained):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.journal.recorded_runs import Edit, Record, edited, edited_samples, record_run, with_edits
+from tests.journal.recorded_runs import Edit, Record, edited, edited_samples, nth_of, record_run, with_edits
 
 from dora.audit import audit
 from dora.audit.audit import FILES
@@ -16,13 +16,8 @@ from dora.core.types import RequestId
 from dora.sim.random_config import draw_world_config
 
 
-def of(records: list[Record], kind: str, nth: int = 0) -> Record:
-    """The nth record of a kind; -1 is the last."""
-    return [record for record in records if record["kind"] == kind][nth]
-
-
 def batch(records: list[Record], step: int) -> list[list[int]]:
-    groups: list[list[int]] = of(records, "train", step)["groups"]
+    groups: list[list[int]] = nth_of(records, "train", step)["groups"]
     return groups
 
 
@@ -39,7 +34,7 @@ def mix_versions(records: list[Record]) -> None:
         r for r in records if r["kind"] == "request_finished" and r["version"] > 0 and r["num_tokens"] > 1
     )
     (version, digest, num_tokens), *_ = event["chunks"]
-    event["chunks"] = [[version - 1, of(records, "published", version - 1)["digest"], 1]]
+    event["chunks"] = [[version - 1, nth_of(records, "published", version - 1)["digest"], 1]]
     event["chunks"] += [[version, digest, num_tokens - 1]]
 
 
@@ -48,18 +43,18 @@ def finish_on_another_version(records: list[Record]) -> None:
     event = next(r for r in records if r["kind"] == "request_finished" and r["version"] > 0)
     event["version"] -= 1
     event["chunks"] = [
-        [event["version"], of(records, "published", event["version"])["digest"], event["num_tokens"]]
+        [event["version"], nth_of(records, "published", event["version"])["digest"], event["num_tokens"]]
     ]
 
 
 def finish_on_another_engine(records: list[Record]) -> None:
-    event = of(records, "request_finished")
+    event = nth_of(records, "request_finished")
     event["engine"] = (event["engine"] + 1) % 3
 
 
 def remove_a_load(records: list[Record]) -> None:
     """The last one before a request finishes on that engine and version."""
-    event = of(records, "request_finished")
+    event = nth_of(records, "request_finished")
     place = (event["engine"], event["version"])
     before = records[: records.index(event)]
     loads = [r for r in before if r["kind"] == "loaded" and (r["engine"], r["version"]) == place]
@@ -67,39 +62,39 @@ def remove_a_load(records: list[Record]) -> None:
 
 
 def drop_under_a_request(records: list[Record]) -> None:
-    event = of(records, "request_finished", -1)
+    event = nth_of(records, "request_finished", -1)
     drop = {"t_s": 0.0, "kind": "drop", "engine": event["engine"], "version": event["version"]}
     records.insert(records.index(event), drop)
 
 
 def replace_an_engine_that_is_not_lost(records: list[Record]) -> None:
-    of(records, "engine_joined", -1)["replaces"] = 99
+    nth_of(records, "engine_joined", -1)["replaces"] = 99
 
 
 def load_other_bytes(records: list[Record]) -> None:
-    of(records, "loaded")["digest"] = "sim-ffffffff"
+    nth_of(records, "loaded")["digest"] = "sim-ffffffff"
 
 
 def sample_from_other_bytes(records: list[Record]) -> None:
-    of(records, "request_finished")["chunks"][0][1] = "sim-ffffffff"
+    nth_of(records, "request_finished")["chunks"][0][1] = "sim-ffffffff"
 
 
 def drop_a_version_that_is_not_held(records: list[Record]) -> None:
-    event = of(records, "loaded")
+    event = nth_of(records, "loaded")
     drop = {"t_s": 0.0, "kind": "drop", "engine": event["engine"], "version": event["version"]}
     records.insert(records.index(event), drop)
 
 
 def generate_with_another_version(records: list[Record]) -> None:
-    of(records, "generate")["version"] += 1
+    nth_of(records, "generate")["version"] += 1
 
 
 def publish_twice(records: list[Record]) -> None:
-    records.append(of(records, "published") | {"digest": "sim-ffffffff"})
+    records.append(nth_of(records, "published") | {"digest": "sim-ffffffff"})
 
 
 def count_a_token_twice(records: list[Record]) -> None:
-    of(records, "request_finished")["num_tokens"] += 1
+    nth_of(records, "request_finished")["num_tokens"] += 1
 
 
 def lose_a_group(records: list[Record]) -> None:
@@ -120,7 +115,7 @@ def repeat_a_group_in_its_batch(records: list[Record]) -> None:
 
 
 def train_a_filtered_group(records: list[Record]) -> None:
-    batch(records, -1)[0] = of(records, "filter")["group"]
+    batch(records, -1)[0] = nth_of(records, "filter")["group"]
 
 
 def fail_a_trained_group(records: list[Record]) -> None:
@@ -139,25 +134,25 @@ def skip_a_position_of_the_cursor(records: list[Record]) -> None:
 
 
 def fetch_a_row_twice(records: list[Record]) -> None:
-    groups = of(records, "prompts_fetched")["groups"]
+    groups = nth_of(records, "prompts_fetched")["groups"]
     groups[1] = groups[0]
 
 
 def fetch_from_the_wrong_epoch(records: list[Record]) -> None:
-    of(records, "prompts_fetched")["groups"][0][0] += 1
+    nth_of(records, "prompts_fetched")["groups"][0][0] += 1
 
 
 def fetch_a_row_that_does_not_exist(records: list[Record]) -> None:
-    of(records, "prompts_fetched")["groups"][0][1] = 7
+    nth_of(records, "prompts_fetched")["groups"][0][1] = 7
 
 
 def admit_twice(records: list[Record]) -> None:
-    admit = of(records, "admit", -1)
+    admit = nth_of(records, "admit", -1)
     records.append(admit | {"index": admit["index"] + 1})
 
 
 def finish_twice(records: list[Record]) -> None:
-    event = of(records, "request_finished")
+    event = nth_of(records, "request_finished")
     records.insert(records.index(event) + 1, dict(event))
 
 
@@ -183,19 +178,19 @@ def score_too_early(records: list[Record]) -> None:
 
 
 def start_a_step_during_another(records: list[Record]) -> None:
-    action = of(records, "train", 1)
+    action = nth_of(records, "train", 1)
     records.remove(action)
-    records.insert(records.index(of(records, "trained")), action)
+    records.insert(records.index(nth_of(records, "trained")), action)
 
 
 def publish_too_early(records: list[Record]) -> None:
-    action = of(records, "publish", 1)
+    action = nth_of(records, "publish", 1)
     records.remove(action)
-    records.insert(records.index(of(records, "trained")), action)
+    records.insert(records.index(nth_of(records, "trained")), action)
 
 
 def remove_a_step(records: list[Record]) -> None:
-    records.remove(of(records, "trained", -1))
+    records.remove(nth_of(records, "trained", -1))
 
 
 def train_without_action(records: list[Record]) -> None:
@@ -209,7 +204,7 @@ def train_too_late(records: list[Record]) -> None:
 
 
 def exceed_the_bound_with_a_deadline(records: list[Record]) -> None:
-    of(records, "admit")["deadline"] += 1
+    nth_of(records, "admit")["deadline"] += 1
 
 
 def lower_a_deadline(records: list[Record]) -> None:
@@ -278,18 +273,14 @@ SAMPLE_EDITS = [
         "C2",
         "no such training",
     ),
-    (
-        "update samples set sibling = 2 where trained_step = 3 and sibling = 1",
-        "C2",
-        "no such training",
-    ),
+    ("update samples set sibling = 2 where trained_step = 3 and sibling = 1", "C2", "no such training"),
 ]
 
 
 def test_a_correct_run_passes(finished_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = audit.check(finished_run)
     assert result.findings == ()
-    assert min(result.counts.trained, result.counts.filtered, result.counts.failed) > 0
+    assert min(result.guarantees.groups.outcomes[end] for end in ("trained", "filtered", "failed")) > 0
     assert audit.main(finished_run) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[:5] for line in lines[:3]] == ["C1 ok", "C2 ok", "C3 ok"]
@@ -297,10 +288,10 @@ def test_a_correct_run_passes(finished_run: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_stopped_run_passes_and_its_open_groups_are_pending(stopped_run: Path) -> None:
-    counts = audit.check(stopped_run).counts
+    groups = audit.check(stopped_run).guarantees.groups
     assert audit.main(stopped_run) == 0
-    assert counts.pending > 0
-    assert counts.admitted == counts.trained + counts.filtered + counts.failed + counts.pending
+    assert groups.outcomes["pending"] > 0
+    assert groups.num_admitted == groups.outcomes.total()
 
 
 @pytest.mark.parametrize("max_events", [0, 1, 5, 20, 60])
@@ -338,11 +329,13 @@ def test_the_guarantees_have_separate_verdicts(finished_run: Path, tmp_path: Pat
 
 def test_a_group_without_outcome_is_pending_in_a_stopped_run(stopped_run: Path, tmp_path: Path) -> None:
     def remove_the_last_outcome(records: list[Record]) -> None:
-        records.remove(of(records, "fail", -1))
+        records.remove(nth_of(records, "fail", -1))
 
     result = audit.check(edited(stopped_run, tmp_path / "run", remove_the_last_outcome))
     assert result.c2
-    assert result.counts.pending == audit.check(stopped_run).counts.pending + 1
+    before = audit.check(stopped_run)
+    num_pending = [found.guarantees.groups.outcomes["pending"] for found in (before, result)]
+    assert num_pending[1] == num_pending[0] + 1
 
 
 def test_only_the_first_findings_are_printed(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.journal.recorded_runs import Edit, Record, edited, record_run, with_edits, world_config
+from tests.journal.recorded_runs import Edit, Record, edited, nth_of, record_run, with_edits, world_config
 
 from dora.audit import audit
 from dora.core.events import DigestReported, Published, TrainerReplaced
@@ -21,10 +21,6 @@ def replaced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return record_run(tmp_path_factory.mktemp("replaced") / "run", world_config(faults=faults), seed=0)
 
 
-def nth_of(records: list[Record], kind: str, nth: int = 0) -> Record:
-    return [record for record in records if record["kind"] == kind][nth]
-
-
 def with_redone(records: list[Record]) -> Record:
     return next(record for record in records if record["kind"] == "trainer_replaced" and record["redone"])
 
@@ -38,7 +34,8 @@ def test_a_run_with_lost_trainers_keeps_its_guarantees(
 ) -> None:
     result = audit.check(replaced)
     assert result.findings == ()
-    assert (result.counts.pending, result.counts.trained) == (0, 8 * 3)
+    outcomes = result.guarantees.groups.outcomes
+    assert (outcomes["pending"], outcomes["trained"]) == (0, 8 * 3)
     journal = read_journal(replaced)
     events = [line.record for line in journal.lines]
     published = {event.version: event.digest for event in events if isinstance(event, Published)}
@@ -100,11 +97,7 @@ EDITS: list[tuple[Edit, str, str]] = [
     (start_a_step_without_a_trainer, "C2", "starts without a trainer"),
     (name_other_batches, "C2", "redoes other batches"),
     (resume_with_other_weights, "C1", "and its checkpoint has 00000000"),
-    (
-        report_the_digest_of_an_unpublished_version,
-        "C1",
-        "a digest of version 8 is reported",
-    ),
+    (report_the_digest_of_an_unpublished_version, "C1", "a digest of version 8 is reported"),
     (publish_a_redone_version, "C1", "is published twice"),
     (load_a_redone_version, "C1", " again as version "),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.journal.recorded_runs import Edit, Record, RecordedWorld, edited, with_edits, world_config
+from tests.journal.recorded_runs import Edit, Record, RecordedWorld, edited, nth_of, with_edits, world_config
 
 from dora.audit import audit
 from dora.core.events import Resumed, Trained
@@ -59,7 +59,8 @@ def test_a_resumed_run_keeps_its_guarantees_and_replays(
 ) -> None:
     result = audit.check(resumed_run)
     assert result.findings == ()
-    assert (result.counts.pending, result.counts.trained) == (0, 8 * 3)
+    outcomes = result.guarantees.groups.outcomes
+    assert (outcomes["pending"], outcomes["trained"]) == (0, 8 * 3)
     assert replay.first_difference(read_journal(resumed_run)) is None
     assert replay.main(resumed_run) == 0
     assert "replay agrees" in capsys.readouterr().out
@@ -93,7 +94,7 @@ def requests_under_way(run: Path) -> list[str]:
 def after(records: list[Record], kind: str, nth: int = 0) -> Record:
     """The nth record of a kind after the resume."""
     (resumed,) = (number for number, record in enumerate(records) if record["kind"] == "resumed")
-    return [record for record in records[resumed:] if record["kind"] == kind][nth]
+    return nth_of(records[resumed:], kind, nth)
 
 
 def redo_other_groups(records: list[Record]) -> None:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.cli.test_main import call
+from tests.cli.test_main import call, refusal
 
 from dora.cli.main import main
 from dora.data.tokenizer import Tokenizer
@@ -114,8 +114,7 @@ def test_the_error_for_an_unusable_model_is_one_line(
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_text(content)
-    code, out, err = call(capsys, "generate", str(folder), PROMPT)
-    assert (code, out) == (2, "")
+    err = refusal(capsys, "generate", str(folder), PROMPT)
     assert message in err
     assert err.count("\n") == 1
 
@@ -141,8 +140,7 @@ def test_the_error_for_an_unusable_model_is_one_line(
 def test_the_error_for_an_invalid_request_is_one_line(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    code, out, err = call(capsys, "generate", *arguments)
-    assert (code, out) == (2, "")
+    err = refusal(capsys, "generate", *arguments)
     assert message in err
     assert err.count("\n") == 1
 

@@ -8,23 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.cli.test_main import exit_code
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dora.cli.main import main
 from dora.data.tokenizer import Tokenizer
 from dora.model.pretrained import load_pretrained
 
 SMALL = ("--hidden-size", "16", "--intermediate-size", "24", "--num-hidden-layers", "1", "--head-dim", "8")
 FAMILIES = ["qwen3", "qwen2", "llama", "qwen3_moe"]
 TEXTS = [{"question": "How many are two and two?", "answer": "Two and two are four.\n#### 4"}] * 3
-
-
-def call(*arguments: str | Path) -> int:
-    """Exit code of a command."""
-    with pytest.raises(SystemExit) as end:
-        main([*map(str, arguments)])
-    assert isinstance(end.value.code, int)
-    return end.value.code
 
 
 @pytest.fixture
@@ -37,7 +29,7 @@ def data(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_loads_every_family(family: str, tmp_path: Path, data: Path) -> None:
     folder = tmp_path / family
-    assert call("init-model", folder, "--family", family, *SMALL, "--tokenizer-from", data) == 0
+    assert exit_code("init-model", folder, "--family", family, *SMALL, "--tokenizer-from", data) == 0
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert model.config.model_type == family
@@ -54,14 +46,14 @@ def test_transformers_loads_every_family(family: str, tmp_path: Path, data: Path
 def test_equal_seeds_give_equal_models(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("a", "b", "c")]
     for folder, seed in zip(folders, "112", strict=True):
-        assert call("init-model", folder, *SMALL, "--seed", seed) == 0
+        assert exit_code("init-model", folder, *SMALL, "--seed", seed) == 0
     a, b, c = (load_pretrained(folder)[1] for folder in folders)
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
 
 
 def test_without_texts_the_tokens_are_the_bytes(tmp_path: Path) -> None:
-    assert call("init-model", tmp_path / "m", *SMALL) == 0
+    assert exit_code("init-model", tmp_path / "m", *SMALL) == 0
     tokenizer = Tokenizer(tmp_path / "m")
     assert tokenizer.vocab_size == 256 + 3
     assert tokenizer.decode(tokenizer.encode("naïve €")) == "naïve €"
@@ -69,8 +61,8 @@ def test_without_texts_the_tokens_are_the_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "tokenizer.json"])
 def test_a_tokenizer_is_copied_with_its_chat_template(name: str, tmp_path: Path, data: Path) -> None:
-    assert call("init-model", tmp_path / "a", *SMALL, "--tokenizer-from", data) == 0
-    assert call("init-model", tmp_path / "b", *SMALL, "--tokenizer", tmp_path / "a" / name) == 0
+    assert exit_code("init-model", tmp_path / "a", *SMALL, "--tokenizer-from", data) == 0
+    assert exit_code("init-model", tmp_path / "b", *SMALL, "--tokenizer", tmp_path / "a" / name) == 0
     first, second = (AutoTokenizer.from_pretrained(tmp_path / letter) for letter in "ab")
     assert first.get_vocab() == second.get_vocab()
     assert second.chat_template == first.chat_template
@@ -78,12 +70,12 @@ def test_a_tokenizer_is_copied_with_its_chat_template(name: str, tmp_path: Path,
 
 @pytest.mark.parametrize("names_end_in", ["tokenizer_config.json", "config.json"])
 def test_a_tokenizer_file_may_have_any_name(names_end_in: str, tmp_path: Path) -> None:
-    assert call("init-model", tmp_path / "a", *SMALL) == 0
+    assert exit_code("init-model", tmp_path / "a", *SMALL) == 0
     own = tmp_path / "own"
     own.mkdir()
     shutil.copyfile(tmp_path / "a" / "tokenizer.json", own / "my.tok")
     (own / names_end_in).write_text(json.dumps({"eos_token": "<|im_end|>", "eos_token_id": 2}))
-    assert call("init-model", tmp_path / "b", *SMALL, "--tokenizer", own / "my.tok") == 0
+    assert exit_code("init-model", tmp_path / "b", *SMALL, "--tokenizer", own / "my.tok") == 0
     assert Tokenizer(tmp_path / "b").stop_ids == (2,)
 
 
@@ -99,7 +91,7 @@ def test_a_tokenizer_file_may_have_any_name(names_end_in: str, tmp_path: Path) -
 def test_a_failure_leaves_no_folder(
     content: str | None, message: str, exists: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call("init-model", tmp_path / "a", *SMALL) == 0
+    assert exit_code("init-model", tmp_path / "a", *SMALL) == 0
     own, option = tmp_path / "own" / "my.json", "--tokenizer"
     own.parent.mkdir()
     if content == "train":
@@ -109,7 +101,7 @@ def test_a_failure_leaves_no_folder(
         own.write_text(content or (tmp_path / "a" / "tokenizer.json").read_text())
     if exists:
         (tmp_path / "m").mkdir()
-    assert call("init-model", tmp_path / "m", *SMALL, option, own) == 2
+    assert exit_code("init-model", tmp_path / "m", *SMALL, option, own) == 2
     assert message in capsys.readouterr().err
     assert (tmp_path / "m").exists() == exists
     assert not exists or not [*(tmp_path / "m").iterdir()]
@@ -129,13 +121,13 @@ def test_a_failure_leaves_no_folder(
 def test_invalid_options_are_refused_and_leave_nothing(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call("init-model", tmp_path / "m", *arguments) == 2
+    assert exit_code("init-model", tmp_path / "m", *arguments) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "m").exists()
 
 
 def test_a_folder_in_use_is_not_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "precious").write_text("1")
-    assert call("init-model", tmp_path) == 2
+    assert exit_code("init-model", tmp_path) == 2
     assert "is not empty; name a new folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]

@@ -19,14 +19,26 @@ COUNTDOWN = f"{Path(__file__).parents[1] / 'envs' / 'countdown.py'}:Countdown"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_task" / "sevens.toml"
 
 
+def exit_code(*arguments: str | Path) -> int:
+    """The exit code of a command."""
+    with pytest.raises(SystemExit) as end:
+        main([*map(str, arguments)])
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of one command."""
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
+    code = exit_code(*arguments)
     printed = capsys.readouterr()
-    code = end.value.code
-    assert isinstance(code, int)
     return code, printed.out, printed.err
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Stderr of a command that exits with 2 and prints nothing else."""
+    code, out, err = call(capsys, *arguments)
+    assert (code, out) == (2, "")
+    return err
 
 
 def test_help_takes_under_a_second_of_cpu() -> None:
@@ -66,8 +78,7 @@ def test_engines_of_a_folder_without_a_run_are_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str]
 ) -> None:
     name, *engine = command
-    code, out, err = call(capsys, "engines", name, str(tmp_path), *engine)
-    assert (code, out) == (2, "")
+    err = refusal(capsys, "engines", name, str(tmp_path), *engine)
     assert "is not the folder of a run: it has no journal.jsonl" in err
 
 
@@ -83,8 +94,7 @@ def test_the_error_for_a_folder_without_a_run_names_the_newest_run(
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "runs" / "a" / "journal.jsonl").touch()
     num_words = 2 if command[0] == "engines" else 1
-    code, out, err = call(capsys, *command[:num_words], "runs", *command[num_words:])
-    assert (code, out) == (2, "")
+    err = refusal(capsys, *command[:num_words], "runs", *command[num_words:])
     missing = "runs is not the folder of a run: it has no journal.jsonl"
     assert err == f"dora: {missing}; the newest run nearby is runs/a\n"
 
@@ -93,14 +103,11 @@ def test_the_error_for_a_folder_without_a_run_names_the_newest_run(
     "arguments", [["config"], ["config", str(EXAMPLE), "--defaults"], ["tarin"], ["engines", "drain"]]
 )
 def test_a_usage_error_exits_with_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    code, out, err = call(capsys, *arguments)
-    assert (code, out) == (2, "")
-    assert "Usage" in err
+    assert "Usage" in refusal(capsys, *arguments)
 
 
 def test_bad_input_exits_with_2_and_no_traceback(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, err = call(capsys, "train", str(EXAMPLE), "--out", str(tmp_path / "run"), "--steps", "0")
-    assert (code, out) == (2, "")
+    err = refusal(capsys, "train", str(EXAMPLE), "--out", str(tmp_path / "run"), "--steps", "0")
     assert "run.steps = 0" in err
     assert "Traceback" not in err
     assert not (tmp_path / "run").exists()
@@ -133,6 +140,4 @@ def test_environments_are_not_served_at_an_occupied_address(
 
 
 def test_a_class_that_is_no_environment_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = call(capsys, "env-server", "pathlib:Path")
-    assert (code, out) == (2, "")
-    assert "it needs a method `async def reset`" in err
+    assert "it needs a method `async def reset`" in refusal(capsys, "env-server", "pathlib:Path")

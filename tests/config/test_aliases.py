@@ -9,20 +9,20 @@ import pytest
 from tests.config.minimal import MINIMAL, error_of, write_minimal
 
 from dora.config.aliases import (
+    REMOVED_KEYS,
+    RENAMED_KEYS,
+    RENAMED_TABLES,
+    TRAINER_ALIASES,
     KeyAlias,
     find_trainer_alias,
-    removed_keys,
-    renamed_keys,
-    renamed_tables,
-    trainer_aliases,
 )
 from dora.config.load import parse_config
 from dora.config.schema import LIST_SECTIONS, iter_keys, iter_sections
 from dora.errors import ConfigError
 
-ALIASES = [*chain.from_iterable(trainer_aliases().values())]
+ALIASES = [*chain.from_iterable(TRAINER_ALIASES.values())]
 KEYS = {f"{section}.{key}" for section, key, _ in iter_keys()}
-RENAMED = [*renamed_keys().items()]
+RENAMED = [*RENAMED_KEYS.items()]
 TABLES = """
 [[reward_task]]
 name = "others"
@@ -67,7 +67,7 @@ def test_a_renamed_key_in_an_override_is_refused_with_its_new_name(
     assert error_of(file, f"{named(old)}=3") == f"{named(old)} was renamed: use {named(new)}"
 
 
-@pytest.mark.parametrize(("old", "new"), [*renamed_tables().items()])
+@pytest.mark.parametrize(("old", "new"), [*RENAMED_TABLES.items()])
 def test_a_renamed_list_of_tables_is_refused_with_its_new_name(tmp_path: Path, old: str, new: str) -> None:
     assert new in dict(iter_sections())
     file = write_minimal(tmp_path)
@@ -81,7 +81,7 @@ def test_a_renamed_list_of_tables_is_refused_with_its_new_name(tmp_path: Path, o
     assert error_of(file, override) == f"{old}.brevity.weight was renamed: use {new}.brevity.weight"
 
 
-@pytest.mark.parametrize("key", removed_keys())
+@pytest.mark.parametrize("key", REMOVED_KEYS)
 def test_a_removed_key_is_refused(tmp_path: Path, key: str) -> None:
     assert key not in KEYS
     assert error_of(write_minimal(tmp_path), f"{key}=2") == f"{key} was removed: delete it"

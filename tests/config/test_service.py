@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.runtime.tiny import write_task
 
 from dora.config.load import read_config
 from dora.config.schema import Config
@@ -16,11 +15,6 @@ from dora.runtime.scoring.reward_manager import reward_tasks
 
 EXTERNAL = 'service.trainer="external"'
 RATINGS = '[[reward_task]]\nname = "ratings"\nclass = "service"\n'
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return write_task(tmp_path)
 
 
 def test_prompts_rewards_and_trainer_may_be_external(file: Path) -> None:
@@ -44,6 +38,7 @@ def test_an_additional_reward_may_be_external(file: Path) -> None:
     "change", [EXTERNAL, 'data.path="service"', 'reward.function="service"', "service.agents=true"]
 )
 def test_a_run_with_external_input_needs_its_service(file: Path, change: str) -> None:
+    check_gateway(read_config(file), None)
     with pytest.raises(ConfigError, match=f"{change.partition('=')[0]} = .*start it with dora serve"):
         check_gateway(read_config(file, [change]), None)
 

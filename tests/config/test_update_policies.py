@@ -5,17 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.runtime.tiny import write_task
 
 from dora.config.load import dropped_settings, read_config
 from dora.errors import ConfigError
 
 POLICIES = pytest.mark.parametrize("policy", ["partial", "inflight"])
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return write_task(tmp_path)
 
 
 def override(policy: str) -> str:

@@ -10,11 +10,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dora.data.tokenizer import save_character_tokenizer
 from dora.engine.backends.http_engine import HttpEngine
 from dora.engine.request import Completion
 from dora.model.pretrained import save_pretrained
 from dora.testing import CONFIG, version_weights
-from dora.testing.engine_contract import MAX_CONTEXT, MAX_ROWS
+from dora.testing.engine_contract import CHARACTERS, MAX_CONTEXT, MAX_ROWS
 
 AUTH_TOKEN = "of this server"
 MAX_STEPS = 1000
@@ -64,11 +65,13 @@ def recorded_events(recorded: Any, name: str) -> list[Any]:
 def attached_engines(
     engine: Callable[..., EngineT], server: Callable[..., ServerT], folder: Path
 ) -> Iterator[Callable[..., tuple[EngineT, ServerT]]]:
-    """A function that makes an engine with slots for `num_slots` versions, and its server with faults."""
+    """A function that makes an engine which holds the first `num_versions`, and its server with faults."""
     save_pretrained(folder / "model", CONFIG, version_weights(0))
+    save_character_tokenizer(folder / "model", CHARACTERS)
     with ExitStack() as servers:
 
         def make(
+            num_versions: int = 0,
             num_slots: int = 1,
             max_context: int = MAX_CONTEXT,
             pool: Path | None = None,
@@ -76,7 +79,7 @@ def attached_engines(
             inflight_update: str | None = None,
             **faults: Any,
         ) -> tuple[EngineT, ServerT]:
-            own = servers.enter_context(closing(server(**faults)))
+            own = servers.enter_context(closing(server(**{"version_slots": num_slots} | faults)))
             attached = engine_at(
                 engine,
                 own.url,
@@ -87,6 +90,8 @@ def attached_engines(
                 silence_s=silence_s,
                 inflight_update=inflight_update,
             )
+            for version in range(num_versions):
+                attached.load(version, version_weights(version))
             return attached, own
 
         yield make

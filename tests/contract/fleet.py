@@ -52,7 +52,9 @@ class Fleet:
         """Migrate REQUEST from the first engine with its KV."""
         return self.driver.migrate(REQUEST, source, destination, self.pool(0))
 
-    def poll_until_exported(self, source: Vllm) -> None:
+    def export(self, source: Vllm, destination: Vllm, pool: Path | None = None) -> None:
+        """Migrate REQUEST until it is exported."""
+        assert self.driver.start(REQUEST, source, destination, pool) == []
         for _ in range(MAX_POLLS):
             assert self.driver.poll(source) == []
             if source._migrator.is_exported(REQUEST.id):

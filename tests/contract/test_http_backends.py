@@ -51,7 +51,7 @@ def test_the_server_reads_a_published_version_where_it_lies(make: Make, tmp_path
 def test_a_version_is_loaded_in_parts_between_steps(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its digest comes with the last part."""
     monkeypatch.setattr(http_engine, "LOAD_PART_BYTES", 2**13)
-    engine, server = make(version_slots=2, num_slots=2)
+    engine, server = make(num_slots=2)
     assert engine.load(0, version_weights(0)) == weight_digest(version_weights(0))
     assert len(server.loaded_files) > 2
 
@@ -66,8 +66,7 @@ def test_a_rejected_load_can_be_repeated(make: Make) -> None:
 
 def test_an_answer_of_two_versions_is_rejected(make: Make) -> None:
     """C1: a real server reports that its weights changed during the answer."""
-    engine, _ = make(replays="two versions")
-    engine.load(0, version_weights(0))
+    engine, _ = make(num_versions=1, replays="two versions")
     engine.submit([make_request(0, max_tokens=50)])
     with pytest.raises(RunError, match="dora-1"):
         run(engine)
@@ -82,7 +81,7 @@ def test_another_auth_token_is_rejected(make: Make, monkeypatch: pytest.MonkeyPa
 
 def test_a_server_with_fewer_slots_than_the_run_needs_is_rejected(make: Make) -> None:
     with pytest.raises(EngineError, match=r"has slots for 1 versions; .* see docs/(vllm|sglang)\.md"):
-        make(num_slots=2)
+        make(num_slots=2, version_slots=1)
 
 
 @pytest.mark.parametrize("kind", [Vllm, Sglang])

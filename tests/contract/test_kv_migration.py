@@ -89,8 +89,7 @@ def test_a_server_that_does_not_halt_a_request_costs_the_source_a_prefill(fleet:
 
 def test_a_request_that_is_aborted_leaves_no_kv(fleet: Fleet) -> None:
     source, destination = fleet.source(), fleet.engine()
-    assert fleet.driver.start(REQUEST, source, destination, fleet.pool(0)) == []
-    fleet.poll_until_exported(source)
+    fleet.export(source, destination, fleet.pool(0))
     assert source.abort([REQUEST.id]) == {REQUEST.id: 2}
     assert [*fleet.pool(0).iterdir()] == []
 
@@ -128,18 +127,6 @@ def test_engines_of_other_machines_migrate_requests_without_kv(fleet: Fleet) -> 
         reply = imported(fleet.driver.migrate(REQUEST, source, destination))
         assert (reply.num_bytes, reply.num_prefilled) == (0, NUM_PROMPT)
         assert len(fleet.driver.finish(destination, REQUEST).token_ids) == 30
-
-
-def test_a_cancelled_migration_gives_the_source_its_own_ticket(fleet: Fleet) -> None:
-    source, destination = fleet.source(by_ticket=True), fleet.engine(by_ticket=True)
-    assert fleet.driver.start(REQUEST, source, destination, fleet.pool(0)) == []
-    fleet.poll_until_exported(source)
-    source.cancel_migration(1)
-    assert fleet.driver.poll(source) == [ExportFailed(1, "the migration was cancelled")]
-    fleet.servers[0].clear_faults()
-    assert len(fleet.driver.finish(source, REQUEST).token_ids) == 30
-    exported, continued = (call["kv_transfer_params"] for call in fleet.servers[0].generate_calls)
-    assert continued["dora_import"] == exported["dora_export"]  # the server releases its own ticket
 
 
 def test_a_request_whose_kv_does_not_arrive_is_prefilled(
@@ -194,8 +181,7 @@ def test_kv_that_is_damaged_or_of_other_weights_is_refused_by_the_destination(
     fleet: Fleet, change: Callable[[Path], None], reason: str
 ) -> None:
     source, destination = fleet.source(), fleet.engine()
-    assert fleet.driver.start(REQUEST, source, destination, fleet.pool(0)) == []
-    fleet.poll_until_exported(source)
+    fleet.export(source, destination, fleet.pool(0))
     (folder,) = fleet.pool(0).iterdir()
     change(folder)
     (reply,) = fleet.driver.poll(destination)
@@ -204,10 +190,11 @@ def test_kv_that_is_damaged_or_of_other_weights_is_refused_by_the_destination(
     assert destination.progress() == {}
 
 
-def test_a_cancelled_migration_continues_at_its_source_with_the_kv(fleet: Fleet) -> None:
-    source, destination = fleet.source(), fleet.engine()
-    assert fleet.driver.start(REQUEST, source, destination, fleet.pool(0)) == []
-    fleet.poll_until_exported(source)
+@pytest.mark.parametrize("by_ticket", [False, True])
+def test_a_cancelled_migration_continues_at_its_source_with_the_kv(fleet: Fleet, by_ticket: bool) -> None:
+    """The server releases its own ticket."""
+    source, destination = fleet.source(by_ticket=by_ticket), fleet.engine(by_ticket=by_ticket)
+    fleet.export(source, destination, fleet.pool(0))
     source.cancel_migration(1)
     destination.cancel_migration(1)
     assert fleet.driver.poll(source) == [ExportFailed(1, "the migration was cancelled")]

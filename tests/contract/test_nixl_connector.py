@@ -5,21 +5,18 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.contract.plugins import imported_plugin
 
-from dora.engine.backends import vllm
 from dora.engine.backends.server_plugins import dora_kv_files as kv_files
 
-PLUGINS = Path(vllm.__file__).parent / "server_plugins"
 BLOCK_SIZE, BLOCK_BYTES = 4, 100
 Role = Enum("Role", "SCHEDULER WORKER")
 Status = Enum("Status", "FINISHED_LENGTH_CAPPED FINISHED_STOPPED")
@@ -86,16 +83,8 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "vllm.logger": {"init_logger": lambda _: SimpleNamespace(warning=lambda *_: None)},
         "vllm.v1.request": {"RequestStatus": Status},
     }
-    for name, members in stand_ins.items():
-        stand_in = ModuleType(name)
-        vars(stand_in).update(members)
-        monkeypatch.setitem(sys.modules, name, stand_in)
-    monkeypatch.syspath_prepend(PLUGINS)
-    before = {*sys.modules}
-    yield importlib.import_module("dora_vllm_nixl")
-    for name in {*sys.modules} - before:
-        if name.startswith("dora_"):
-            del sys.modules[name]
+    with imported_plugin(monkeypatch, "dora_vllm_nixl", stand_ins) as module:
+        yield module
 
 
 def connector(module: Any, engine_id: str, role: Role = Role.SCHEDULER, **worker: object) -> Any:

@@ -82,8 +82,7 @@ def test_an_unfinished_output_is_reported_with_its_weights(make: Make) -> None:
 
 
 def test_a_request_that_is_halted_for_a_migration_has_all_its_tokens(make: Make) -> None:
-    engine, _ = make(replays="aborted")
-    engine.load(0, version_weights(0))
+    engine, _ = make(num_versions=1, replays="aborted")
     request = make_request(0, max_tokens=50)
     engine.submit([request])
     for _ in range(MAX_STEPS):
@@ -103,7 +102,7 @@ def test_another_version_of_sglang_is_refused(make: Make) -> None:
 
 def test_a_load_says_which_versions_stay(make: Make) -> None:
     """With one slot the load empties the cache; with several the KV of the others stays."""
-    engine, server = make(num_slots=2, version_slots=2)
+    engine, server = make(num_slots=2)
     labels = []
     for version in range(3):
         engine.load(version, version_weights(version))
@@ -113,8 +112,7 @@ def test_a_load_says_which_versions_stay(make: Make) -> None:
     bodies = [body for path, body in server.calls if path == "/update_weights_from_disk"]
     assert [body["manifest"][LOADED_KEY] for body in bodies] == [[], [labels[0]], [labels[1]]]
     assert [body["flush_cache"] for body in bodies] == [False] * 3
-    one_slot, server = make()
-    one_slot.load(0, version_weights(0))
+    _, server = make(num_versions=1)
     assert server.calls[-1][1]["flush_cache"]
 
 
@@ -124,8 +122,7 @@ def states(server: FakeSglangServer) -> list[list[str]]:
 
 
 def test_requests_near_their_deadline_are_named_to_the_server(make: Make) -> None:
-    engine, server = make(replays="aborted", num_slots=2, version_slots=2)
-    engine.load(0, version_weights(0))
+    engine, server = make(num_versions=1, replays="aborted", num_slots=2)
     requests = [make_request(number, max_tokens=50) for number in range(2)]
     engine.submit(requests)
     while not engine.progress()[requests[1].id]:
@@ -140,7 +137,7 @@ def test_requests_near_their_deadline_are_named_to_the_server(make: Make) -> Non
 
 
 def test_requests_continue_with_a_newer_version_except_held_out_ones(make: Make) -> None:
-    engine, server = make(replays="aborted", num_slots=2, version_slots=2, inflight_update="inflight")
+    engine, server = make(replays="aborted", num_slots=2, inflight_update="inflight")
     assert states(server) == [[CONTINUE_WITH], [DECODE_ONLY]], "what the last engine has set ends"
     engine.load(0, version_weights(0))
     training = make_request(0, max_tokens=50)
@@ -158,8 +155,7 @@ def test_requests_continue_with_a_newer_version_except_held_out_ones(make: Make)
 
 def test_a_request_that_is_updated_before_its_first_token_continues(make: Make) -> None:
     """SGLang lists weights of its own for such a request, and for no tokens."""
-    engine, server = make(replays="aborted", num_slots=2, version_slots=2, inflight_update="partial")
-    engine.load(0, version_weights(0))
+    engine, server = make(num_versions=1, replays="aborted", num_slots=2, inflight_update="partial")
     engine.submit([make_request(0, max_tokens=50)])
     engine._start_waiting()
     (running,) = engine._running.values()
@@ -172,8 +168,7 @@ def test_a_request_that_is_updated_before_its_first_token_continues(make: Make) 
 def test_a_request_names_the_folders_of_its_kv(make: Make, tmp_path: Path) -> None:
     """The one that it may be exported to, and the one that it is imported from, which then goes."""
     plugins = {"protocol": PROTOCOL, "version_slots": 1, "kv_layout": ["of this version"], "kv_workers": 1}
-    engine, server = make(pool=tmp_path / "pool", plugins=plugins)
-    engine.load(0, version_weights(0))
+    engine, server = make(num_versions=1, pool=tmp_path / "pool", plugins=plugins)
     request, imported = make_request(0, max_tokens=40), tmp_path / "pool" / "x"
     imported.mkdir()
     output = PartialOutput(np.array([3]), np.zeros((1, 3), np.float32), ())

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -15,19 +13,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Barrier
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.contract.plugins import imported_plugin
 from torch import Tensor
 
-from dora.engine.backends import sglang
 from dora.engine.backends.server_plugins import dora_kv_files as kv_files
 from dora.engine.backends.server_plugins.dora_digest import safetensors_digest
 
-PLUGINS = Path(sglang.__file__).parent / "server_plugins"
 POOL_SIZE, MAX_ROWS = 40, 6
 
 
@@ -327,7 +324,7 @@ class Scheduler:
         assert slots is not None
         for layer in self._layers:  # type: ignore[attr-defined]
             layer[slots] = torch.tensor(tokens, dtype=torch.float32)[:, None, None]
-        key = sys.modules["sglang.srt.mem_cache.radix_cache"].RadixKey(tokens, req.extra_key)
+        key = RadixKey(tokens, req.extra_key)
         self.tree_cache.insert(SimpleNamespace(key=key, value=slots, prev_prefix_len=0))
 
     def step(self) -> list[str]:
@@ -417,16 +414,8 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "sglang.srt.model_loader.loader": {"DefaultModelLoader": ModelLoader},
         "sglang.srt.model_loader.utils": {"set_default_torch_dtype": nullcontext},
     }
-    for name, members in stand_ins.items():
-        stand_in: Any = ModuleType(name)
-        vars(stand_in).update(members)
-        monkeypatch.setitem(sys.modules, name, stand_in)
-    monkeypatch.syspath_prepend(PLUGINS)
-    before = {*sys.modules}
-    yield importlib.import_module("dora_sglang_scheduler")
-    for name in {*sys.modules} - before:
-        if name.startswith("dora_"):
-            del sys.modules[name]
+    with imported_plugin(monkeypatch, "dora_sglang_scheduler", stand_ins) as module:
+        yield module
 
 
 Make = Callable[..., Any]

@@ -92,8 +92,7 @@ def test_a_prompt_that_siblings_have_cached_is_not_prefilled_again(fleet: Fleet)
 def test_a_cancelled_migration_leaves_the_request_at_its_source(fleet: Fleet) -> None:
     """The source has halted the request: it prefills it again and counts the tokens."""
     source, destination = fleet.source(), fleet.engine()
-    assert fleet.driver.start(REQUEST, source, destination) == []
-    fleet.poll_until_exported(source)
+    fleet.export(source, destination)
     assert source.progress() == {}, "another engine may own it"
     source.cancel_migration(1)
     destination.cancel_migration(1)
@@ -135,8 +134,7 @@ def test_an_engine_with_other_weights_rejects_the_import(fleet: Fleet) -> None:
 
 def test_a_request_that_is_aborted_during_its_export_is_gone(fleet: Fleet) -> None:
     source, destination = fleet.source(), fleet.engine()
-    assert fleet.driver.start(REQUEST, source, destination) == []
-    fleet.poll_until_exported(source)
+    fleet.export(source, destination)
     assert source.abort([REQUEST.id]) == {REQUEST.id: 1}
     assert fleet.driver.poll(source) == [ExportFailed(1, "the request was aborted")]
     assert not source.can_step

@@ -5,19 +5,14 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.contract.plugins import imported_plugin
 
-from dora.engine.backends import vllm
-
-PLUGINS = Path(vllm.__file__).parent / "server_plugins"
 NUM_ROWS = 3
 
 
@@ -66,34 +61,21 @@ class Scheduler:
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A `VersionScheduler` whose base class is `Scheduler`."""
-    names = {
-        "vllm.config": ["set_current_vllm_config"],
-        "vllm.model_executor.layers": ["rotary_embedding"],
-        "vllm.model_executor.model_loader": ["get_model"],
-        "vllm.model_executor.model_loader.reload": [
-            "finalize_layerwise_reload",
-            "initialize_layerwise_reload",
-        ],
-        "vllm.platforms": ["current_platform"],
-        "vllm.v1.core.sched.scheduler": ["Scheduler"],
-        "vllm.v1.engine.core": ["EngineCore"],
-        "vllm.v1.worker.cpu_worker": ["CPUWorker"],
+    loader = "vllm.model_executor.model_loader"
+    stand_ins: dict[str, dict[str, Any]] = {
+        "vllm.config": {"set_current_vllm_config": None},
+        "vllm.model_executor.layers": {"rotary_embedding": None},
+        loader: {"get_model": None},
+        f"{loader}.reload": {"finalize_layerwise_reload": None, "initialize_layerwise_reload": None},
+        "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
+        "vllm.v1.core.sched.scheduler": {"Scheduler": Scheduler},
+        "vllm.v1.engine.core": {"EngineCore": SimpleNamespace()},
+        "vllm.v1.worker.cpu_worker": {"CPUWorker": object},
     }
-    given = {"Scheduler": Scheduler, "current_platform": SimpleNamespace(is_cpu=lambda: True)}
-    for name, members in names.items():
-        stand_in: Any = ModuleType(name)
-        for member in members:
-            setattr(stand_in, member, given.get(member, type(member, (), {})))
-        monkeypatch.setitem(sys.modules, name, stand_in)
-    monkeypatch.syspath_prepend(PLUGINS)
-    before = {*sys.modules}
-    module: Any = importlib.import_module("dora_vllm_versions")
-    tested = module.VersionScheduler()
-    tested._turns = module.VersionTurns(turn_steps=1)
-    yield tested
-    for name in {*sys.modules} - before:
-        if name.startswith("dora_"):
-            del sys.modules[name]
+    with imported_plugin(monkeypatch, "dora_vllm_versions", stand_ins) as module:
+        tested = module.VersionScheduler()
+        tested._turns = module.VersionTurns(turn_steps=1)
+        yield tested
 
 
 def add(scheduler: Any, *requests: Waiting) -> None:

@@ -21,13 +21,13 @@ import pytest
 import torch
 from tests.contract.fake_server import MAX_STEPS, attached_engines, engine_at, recorded_events, run
 from tests.contract.fake_vllm_server import RECORDED, FakeVllmServer
+from tests.contract.plugins import PLUGINS
 from tests.runtime.running import wait_until_gone
 from torch import Tensor
 
 from dora.core.types import Chunk, RequestId
-from dora.data.tokenizer import save_character_tokenizer
 from dora.engine.backends import http_engine, run_until_eof
-from dora.engine.backends.server import attach_server, start_server
+from dora.engine.backends.server import start_server
 from dora.engine.backends.server_plugins.dora_version_turns import VersionTurns
 from dora.engine.backends.server_plugins.dora_vllm import TOKEN_VARIABLE, TokenMiddleware, WorkerExtension
 from dora.engine.backends.vllm import VLLM, Vllm
@@ -41,7 +41,7 @@ from dora.model.weights import WeightLayout, parameter_shapes, weight_digest
 from dora.runtime.process.messages import LoadRejected, WeightsLoaded
 from dora.runtime.rollout.engine_worker import WeightLoader
 from dora.testing import CONFIG, make_request, reference_logprobs, version_weights
-from dora.testing.engine_contract import MAX_ROWS, MigrationDriver
+from dora.testing.engine_contract import CHARACTERS, MAX_ROWS, MigrationDriver
 from dora.weights.store import WeightStore
 from dora.weights.version_file import write_version
 
@@ -72,7 +72,7 @@ def test_a_server_that_stops_during_a_load_ends_its_engine(
 ) -> None:
     """A load itself may take minutes."""
     monkeypatch.setattr(http_engine, "LOAD_CHECK_S", 0.02)
-    engine, server = make(silence_s=0.2, num_slots=2, version_slots=2, holds_loads=True)
+    engine, server = make(silence_s=0.2, num_slots=2, holds_loads=True)
     store = WeightStore(tmp_path, shapes=parameter_shapes(CONFIG))
     store.publish(0, version_weights(0))
     loading = engine.start_load(0, store.path(0))
@@ -85,16 +85,14 @@ def test_a_server_that_stops_during_a_load_ends_its_engine(
 
 
 def test_a_crashed_server_ends_its_engine(make: Make) -> None:
-    engine, _ = make(crashes_after=1)
-    engine.load(0, version_weights(0))
+    engine, _ = make(num_versions=1, crashes_after=1)
     engine.submit([make_request(0)])
     with pytest.raises(RunError, match="vLLM server"):
         run(engine)
 
 
 def test_an_unresponsive_server_ends_its_engine(make: Make) -> None:
-    engine, _ = make(silence_s=0.1, holds=True)
-    engine.load(0, version_weights(0))
+    engine, _ = make(num_versions=1, silence_s=0.1, holds=True)
     engine.submit([make_request(0)])
     with pytest.raises(RunError, match="silence_s"):
         run(engine)
@@ -111,8 +109,7 @@ def test_an_unresponsive_server_ends_its_engine(make: Make) -> None:
 )
 def test_an_answer_of_other_weights_than_its_versions_is_rejected(make: Make, spans: Any) -> None:
     """C1: the engine is lost, and its requests start again on another one."""
-    engine, server = make(weight_spans=spans)
-    engine.load(0, version_weights(0))
+    engine, server = make(num_versions=1, weight_spans=spans)
     for span in spans or ():
         span["version"] = span["version"].replace("LABEL", server.label)
     engine.submit([make_request(0)])
@@ -133,8 +130,7 @@ def test_a_load_into_a_stopped_server_is_an_engine_loss(make: Make) -> None:
 @pytest.mark.parametrize("name", ["length", "stop"])
 def test_a_real_servers_answer_is_parsed(make: Make, name: str) -> None:
     """All of its tokens and log-probs, and its finish reason."""
-    engine, _ = make(replays=name)
-    engine.load(0, version_weights(0))
+    engine, _ = make(num_versions=1, replays=name)
     request = make_request(0, max_tokens=40)
     engine.submit([request])
     (answer,) = run(engine)
@@ -147,9 +143,11 @@ def test_a_real_servers_answer_is_parsed(make: Make, name: str) -> None:
     assert answer.logprobs == pytest.approx(expected, abs=1e-4), "the weights of version 0 generated it"
 
 
-# stop strings
+# stop strings; the fake server's answers begin with token 9
 
-TEXT = "abcdefghijklmnopqrstuvwxyz01"  # of the tokens 0 to 27; the fake server's answers begin with token 9
+
+def text_of(answer: Completion | TurnFinished) -> str:
+    return "".join(CHARACTERS[token] for token in answer.token_ids)
 
 
 def with_stops(number: int, *stops: str) -> Request:
@@ -160,15 +158,13 @@ def with_stops(number: int, *stops: str) -> Request:
     ("stop", "num_tokens"), [("j", 1), ("lm", 4), ("r", 9), ("wxy", 16)], ids=["first", "two", "last", "next"]
 )
 def test_an_answer_ends_with_the_token_that_completes_a_stop_string(
-    make: Make, tmp_path: Path, stop: str, num_tokens: int
+    make: Make, stop: str, num_tokens: int
 ) -> None:
     """At each place in an event of the server. The server is told to end, and its last event proves C1."""
-    engine, server = make(holds_after=3)
-    save_character_tokenizer(tmp_path / "model", TEXT)
-    engine.load(0, version_weights(0))
+    engine, server = make(num_versions=1, holds_after=3)
     engine.submit([with_stops(0, "nothing", stop)])
     (answer,) = run(engine)
-    assert "".join(TEXT[token] for token in answer.token_ids) == TEXT[9 : 9 + num_tokens]
+    assert text_of(answer) == CHARACTERS[9 : 9 + num_tokens]
     assert answer.finish_reason == "stop"
     assert {len(c) for c in (answer.logprobs, answer.unfiltered_logprobs, answer.raw_logprobs)} == {
         num_tokens
@@ -179,11 +175,9 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_string(
     assert not engine.can_step
 
 
-def test_an_answer_that_the_server_ended_stops_at_its_stop_string(make: Make, tmp_path: Path) -> None:
+def test_an_answer_that_the_server_ended_stops_at_its_stop_string(make: Make) -> None:
     """The stop string is in the last event: there is nothing to abort."""
-    engine, server = make()
-    save_character_tokenizer(tmp_path / "model", TEXT)
-    engine.load(0, version_weights(0))
+    engine, server = make(num_versions=1)
     engine.submit([make_request(0, max_tokens=12, stop_strings=("t",)), make_request(1, max_tokens=12)])
     answers: list[Completion] = []
     while engine.can_step:
@@ -195,21 +189,17 @@ def test_an_answer_that_the_server_ended_stops_at_its_stop_string(make: Make, tm
 
 
 @pytest.mark.parametrize("end", [11, 31])
-def test_discarded_tokens_of_other_weights_are_noticed(make: Make, tmp_path: Path, end: int) -> None:
+def test_discarded_tokens_of_other_weights_are_noticed(make: Make, end: int) -> None:
     """C1: the server's report must cover all tokens that it has generated, also those after the string."""
-    engine, server = make()
-    save_character_tokenizer(tmp_path / "model", TEXT)
-    engine.load(0, version_weights(0))
+    engine, server = make(num_versions=1)
     server.faults["weight_spans"] = [{"version": server.label, "start": 0, "end": end}]
     engine.submit([make_request(0, max_tokens=12, stop_strings=("t",))])
     with pytest.raises(RunError, match="is of version 0"):
         run(engine)
 
 
-def test_a_request_that_has_reached_its_stop_string_does_not_migrate(make: Make, tmp_path: Path) -> None:
-    engine, _ = make(holds_after=2)
-    save_character_tokenizer(tmp_path / "model", TEXT)
-    engine.load(0, version_weights(0))
+def test_a_request_that_has_reached_its_stop_string_does_not_migrate(make: Make) -> None:
+    engine, _ = make(num_versions=1, holds_after=2)
     request = with_stops(0, "l")
     engine.submit([request])
     while engine.progress().get(request.id) != 3:
@@ -233,8 +223,7 @@ def next_turn(engine: Vllm) -> TurnFinished:
 
 def test_an_episode_continues_with_its_observation_and_ends_with_its_last_turn(make: Make) -> None:
     """Each turn is a request of its own at the server, and C1 is checked for each."""
-    engine, server = make(reported_prefill=3)
-    engine.load(0, version_weights(0))
+    engine, server = make(num_versions=1, reported_prefill=3)
     request = make_request(0, max_tokens=9, max_turn_tokens=4)
     engine.submit([request])
     first = next_turn(engine)
@@ -268,8 +257,7 @@ def test_an_episode_continues_with_its_observation_and_ends_with_its_last_turn(m
 
 
 def test_an_episode_between_two_turns_leaves_its_row_to_others(make: Make) -> None:
-    engine, _ = make()
-    engine.load(0, version_weights(0))
+    engine, _ = make(num_versions=1)
     waiting = [make_request(number, max_turn_tokens=4) for number in range(MAX_ROWS)]
     engine.submit(waiting)
     turns = 0
@@ -286,24 +274,21 @@ def test_an_episode_between_two_turns_leaves_its_row_to_others(make: Make) -> No
     assert [len(answer.token_ids) for answer in run(engine)] == [4]
 
 
-def test_a_stop_string_is_found_in_the_current_turn_only(make: Make, tmp_path: Path) -> None:
+def test_a_stop_string_is_found_in_the_current_turn_only(make: Make) -> None:
     """Tokens count on from the length of the prompt at the fake server: the second turn begins with "n"."""
-    engine, _ = make()
-    save_character_tokenizer(tmp_path / "model", TEXT)
-    engine.load(0, version_weights(0))
+    engine, _ = make(num_versions=1)
     request = make_request(0, max_tokens=30, max_turn_tokens=12, stop_strings=("kl", "mn", "no"))
     engine.submit([request])
     turn = next_turn(engine)
-    assert ("".join(TEXT[token] for token in turn.token_ids), turn.finish_reason) == ("jkl", "stop")
-    engine.continue_episode(request.id, [TEXT.index("m")])
+    assert (text_of(turn), turn.finish_reason) == ("jkl", "stop")
+    engine.continue_episode(request.id, [CHARACTERS.index("m")])
     turn = next_turn(engine)
-    assert ("".join(TEXT[token] for token in turn.token_ids), turn.finish_reason) == ("no", "stop")
+    assert (text_of(turn), turn.finish_reason) == ("no", "stop")
 
 
 def test_an_episode_that_has_migrated_in_its_second_turn_ends_that_turn(make: Make, tmp_path: Path) -> None:
     """The destination finds the begin of the turn behind the last observation."""
-    source, server = make()
-    source.load(0, version_weights(0))
+    source, server = make(num_versions=1)
     request = make_request(0, max_tokens=20, max_turn_tokens=6)
     source.submit([request])
     first = next_turn(source)
@@ -336,8 +321,7 @@ def step_until(engine: Vllm, num_tokens: int) -> None:
 
 def test_another_server_continues_the_outputs_of_a_crashed_one(make: Make) -> None:
     """It gets their tokens behind the prompt, and may generate what is left of max_tokens."""
-    lost, server = make(holds_after=2)
-    lost.load(0, version_weights(0))
+    lost, server = make(num_versions=1, holds_after=2)
     requests = [make_request(number, max_tokens=30, temperature=0.5 + 0.5 * number) for number in range(2)]
     lost.submit(requests)
     step_until(lost, 9)
@@ -345,8 +329,7 @@ def test_another_server_continues_the_outputs_of_a_crashed_one(make: Make) -> No
     outputs = lost.partial_outputs()
     with pytest.raises(RunError, match="ended the response early"):
         run(lost)
-    engine, server = make()
-    engine.load(0, version_weights(0))
+    engine, server = make(num_versions=1)
     engine.submit(requests, outputs)
     assert engine.progress() == {request.id: 9 for request in requests}
     assert engine.partial_outputs().keys() == outputs.keys(), "also before they have a row"
@@ -367,8 +350,7 @@ def test_another_server_continues_the_outputs_of_a_crashed_one(make: Make) -> No
 
 def test_an_output_of_other_weights_is_not_continued(make: Make) -> None:
     """A version that was trained again has the same number and another digest."""
-    lost, _ = make(holds=True)
-    lost.load(0, version_weights(0))
+    lost, _ = make(num_versions=1, holds=True)
     request = make_request(0)
     lost.submit([request])
     step_until(lost, 1)
@@ -383,8 +365,7 @@ def test_an_output_of_other_weights_is_not_continued(make: Make) -> None:
 
 def test_an_output_whose_weights_the_server_has_not_listed_is_not_reported(make: Make) -> None:
     """As those of a server that lists them in the last event of a response only."""
-    engine, _ = make(replays="aborted", holds_after=1)
-    engine.load(0, version_weights(0))
+    engine, _ = make(num_versions=1, replays="aborted", holds_after=1)
     engine.submit([make_request(0)])
     step_until(engine, 1)
     assert engine.partial_outputs() == {}
@@ -392,8 +373,7 @@ def test_an_output_whose_weights_the_server_has_not_listed_is_not_reported(make:
 
 def test_other_weights_are_noticed_before_the_response_ends(make: Make) -> None:
     """C1: tokens of unknown weights are never reported as an output to continue."""
-    engine, server = make(holds_after=1)
-    engine.load(0, version_weights(0))
+    engine, server = make(num_versions=1, holds_after=1)
     engine.submit([make_request(0, max_tokens=40)])
     step_until(engine, 1)
     server.label = "of another client"
@@ -402,11 +382,9 @@ def test_other_weights_are_noticed_before_the_response_ends(make: Make) -> None:
         run(engine)
 
 
-def test_an_output_that_ends_with_its_stop_string_is_not_reported(make: Make, tmp_path: Path) -> None:
+def test_an_output_that_ends_with_its_stop_string_is_not_reported(make: Make) -> None:
     """It is finished, though the server has not ended the response yet."""
-    engine, _ = make(holds_after=2, ignored_aborts=2)  # the first abort is of other clients
-    save_character_tokenizer(tmp_path / "model", TEXT)
-    engine.load(0, version_weights(0))
+    engine, _ = make(num_versions=1, holds_after=2, ignored_aborts=2)  # the first abort is of other clients
     engine.submit([with_stops(0, "l")])
     step_until(engine, 1)
     assert [len(output.token_ids) for output in engine.partial_outputs().values()] == [1]
@@ -416,8 +394,7 @@ def test_an_output_that_ends_with_its_stop_string_is_not_reported(make: Make, tm
 
 @pytest.mark.parametrize("policy", ["partial", "inflight"])
 def test_requests_that_change_their_version_have_no_output_to_continue(make: Make, policy: str) -> None:
-    engine, _ = make(version_slots=2, num_slots=2, holds=True, inflight_update=policy)
-    engine.load(0, version_weights(0))
+    engine, _ = make(num_versions=1, num_slots=2, holds=True, inflight_update=policy)
     request = make_request(0)
     output = PartialOutput(
         np.array([3], np.int64), np.full((1, 3), -1.0, np.float32), (Chunk(0, engine.versions[0], 1),)
@@ -428,29 +405,26 @@ def test_requests_that_change_their_version_have_no_output_to_continue(make: Mak
     assert engine.partial_outputs() == {}
 
 
-def test_an_episode_continues_in_its_turn(make: Make, tmp_path: Path) -> None:
+def test_an_episode_continues_in_its_turn(make: Make) -> None:
     """A turn that was cut off gets its other tokens, and one that is whole waits for its observation."""
-    lost, server = make()
-    save_character_tokenizer(tmp_path / "model", TEXT)
-    lost.load(0, version_weights(0))
+    lost, server = make(num_versions=1)
     request = make_request(0, max_tokens=30, max_turn_tokens=12, stop_strings=("kl", "no"))
     lost.submit([request])
     first, whole = next_turn(lost), lost.partial_outputs()[request.id]
     server.faults["holds"] = True
-    lost.continue_episode(request.id, [TEXT.index("h")])
+    lost.continue_episode(request.id, [CHARACTERS.index("h")])
     step_until(lost, 5)
     cut_off = lost.partial_outputs()[request.id]
     assert cut_off.token_ids.tolist() == [*first.token_ids, 7, 13]
     for output, num_tokens in ((whole, 3), (cut_off, 5)):
-        engine, server = make()
-        engine.load(0, version_weights(0))
+        engine, server = make(num_versions=1)
         engine.submit([request], {request.id: output})
         assert engine.progress() == {request.id: num_tokens}
         assert engine.can_step == (output is cut_off)
         if output is whole:
-            engine.continue_episode(request.id, [TEXT.index("h")])
+            engine.continue_episode(request.id, [CHARACTERS.index("h")])
         second = next_turn(engine)
-        assert ("".join(TEXT[token] for token in second.token_ids), second.finish_reason) == ("no", "stop")
+        assert (text_of(second), second.finish_reason) == ("no", "stop")
         assert second.num_left == 24
         engine.end_episode(request.id)
         (answer,) = run(engine)
@@ -471,8 +445,7 @@ def test_an_episode_continues_in_its_turn(make: Make, tmp_path: Path) -> None:
 def test_an_episode_that_continues_after_its_last_turn_ends_as_that_has(
     make: Make, options: dict[str, Any], reason: str
 ) -> None:
-    engine, _ = make()
-    engine.load(0, version_weights(0))
+    engine, _ = make(num_versions=1)
     request = make_request(0, **{"max_tokens": 30, **options})
     output = PartialOutput(
         np.arange(9, 18), np.full((9, 3), -1.0, np.float32), (Chunk(0, engine.versions[0], 9),)
@@ -549,12 +522,6 @@ def test_a_weight_transfer_needs_its_gpus(options: Any, error: str, tmp_path: Pa
         engine_at(Vllm, None, tmp_path / "model", python=sys.executable, **options)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1", "https://127.0.0.1:8000"])
-def test_a_malformed_url_is_rejected(url: str) -> None:
-    with pytest.raises(ConfigError, match="must read"):
-        attach_server(VLLM, url, 1)
-
-
 def test_the_error_for_a_missing_server_names_the_remedy(make: Make, tmp_path: Path) -> None:
     _, server = make()
     server.close()
@@ -609,8 +576,7 @@ def test_a_version_is_dropped_once_the_server_generates_nothing_for_it(
 ) -> None:
     """An abort may overtake its request. The fake server fails if weights change during an answer."""
     faults = {"holds": True, "ignored_aborts": num_ignored + 1}  # the first abort is of other clients
-    engine, server = make(num_slots=num_slots, version_slots=num_slots, **faults)
-    engine.load(0, version_weights(0))
+    engine, server = make(num_versions=1, num_slots=num_slots, **faults)
     engine.submit([make_request(number) for number in range(MAX_ROWS)])
     engine.step()
     assert len(engine.abort([make_request(number).id for number in range(MAX_ROWS)])) == MAX_ROWS
@@ -627,7 +593,7 @@ def test_a_version_is_dropped_once_the_server_generates_nothing_for_it(
 
 def test_versions_generate_side_by_side_and_one_is_replaced_meanwhile(make: Make) -> None:
     """No request of another version ends for it. The fake server answers with the version of the request."""
-    engine, server = make(version_slots=2, num_slots=2, holds_after=2)
+    engine, server = make(num_slots=2, holds_after=2)
     for version in range(2):
         assert engine.load(version, version_weights(version)) == weight_digest(version_weights(version))
     engine.submit([make_request(number, version=number, max_tokens=40) for number in range(2)])
@@ -649,7 +615,7 @@ def test_versions_generate_side_by_side_and_one_is_replaced_meanwhile(make: Make
 
 def test_an_engine_works_while_its_server_loads_a_version(make: Make, tmp_path: Path) -> None:
     """It completes and aborts requests; those of the new version wait for it, and a failed load is named."""
-    engine, server = make(version_slots=2, num_slots=2)
+    engine, server = make(num_slots=2)
     store = WeightStore(tmp_path, shapes=parameter_shapes(CONFIG))
     for version in range(2):
         store.publish(version, version_weights(version))
@@ -675,7 +641,7 @@ def test_an_engine_works_while_its_server_loads_a_version(make: Make, tmp_path: 
 @pytest.mark.parametrize("policy", ["partial", "inflight"])
 def test_requests_continue_with_a_newer_version_except_held_out_ones(make: Make, policy: str) -> None:
     """`inflight` keeps their KV; `partial` prefills their tokens again. A request that waits changes, too."""
-    engine, server = make(version_slots=2, num_slots=2, holds_after=2, inflight_update=policy)
+    engine, server = make(num_slots=2, holds_after=2, inflight_update=policy)
     digests = [engine.load(0, version_weights(0))]
     training, waiting = (make_request(number, max_tokens=40) for number in (0, 1))
     held_out = replace(training, id=RequestId(-1, 0, 0))
@@ -704,16 +670,14 @@ def test_requests_continue_with_a_newer_version_except_held_out_ones(make: Make,
 @pytest.mark.parametrize("policy", ["partial", "inflight"])
 def test_a_request_that_is_late_for_its_version_starts_with_the_newest_one(make: Make, policy: str) -> None:
     """The driver sends it before it knows that the newer version is loaded, and drops the older one."""
-    engine, _ = make(version_slots=2, num_slots=2, inflight_update=policy)
-    for version in range(2):
-        engine.load(version, version_weights(version))
+    engine, _ = make(num_versions=2, num_slots=2, inflight_update=policy)
     engine.submit([make_request(0, version=0)])
     engine.drop(0)
     assert [answer.version for answer in run(engine)] == [1]
 
 
 def test_an_engine_that_attaches_ends_what_the_last_one_has_set(make: Make, tmp_path: Path) -> None:
-    _, server = make(version_slots=2, num_slots=2)
+    _, server = make(num_slots=2)
     server.newest, server.decode_only = "of the last engine", [["of the last engine"]]
     engine_at(Vllm, server.url, tmp_path / "model", version_slots=2)
     assert (server.newest, server.decode_only[-1]) == ("", [])
@@ -725,8 +689,7 @@ def test_a_server_with_plugins_of_another_version_is_rejected(make: Make) -> Non
 
 
 def test_the_weights_of_a_version_that_the_engine_does_not_know_end_it(make: Make) -> None:
-    engine, server = make(version_slots=2, num_slots=2, inflight_update="inflight")
-    engine.load(0, version_weights(0))
+    engine, server = make(num_versions=1, num_slots=2, inflight_update="inflight")
     server.newest = "of another client"
     engine.submit([make_request(0)])
     with pytest.raises(RunError, match=r"generated by \[\{'version': 'of another client'"):
@@ -735,8 +698,7 @@ def test_the_weights_of_a_version_that_the_engine_does_not_know_end_it(make: Mak
 
 def test_requests_near_their_deadline_are_named_to_the_server(make: Make) -> None:
     """By their ids there, also of those that start later."""
-    engine, server = make(version_slots=2, num_slots=2, holds=True)
-    engine.load(0, version_weights(0))
+    engine, server = make(num_versions=1, num_slots=2, holds=True)
     server.decode_only.clear()  # what an attached engine resets
     requests = [make_request(number, prompt_ids=(1 + number,)) for number in range(MAX_ROWS + 1)]
     engine.submit(requests)
@@ -756,8 +718,7 @@ def test_requests_near_their_deadline_are_named_to_the_server(make: Make) -> Non
 
 
 def test_a_server_with_one_slot_cannot_decode_some_requests_only(make: Make) -> None:
-    engine, server = make()
-    engine.load(0, version_weights(0))
+    engine, server = make(num_versions=1)
     engine.decode_only(())
     with pytest.raises(EngineError, match=r"orchestrator\.prioritize_stragglers = false"):
         engine.decode_only([make_request(0).id])
@@ -785,24 +746,46 @@ def test_a_version_waits_for_at_most_one_turn_of_each_other() -> None:
 # parts
 
 
+class PackedOnce:
+    """vLLM's quantization method of an LM head or a mixture of experts, whose weights a load replaces."""
+
+    def __init__(self, packed: list[str]) -> None:
+        self.packed, self.moe_kernel = packed, SimpleNamespace(fused_experts=self)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        self.packed.append(str(layer.name))
+
+
 class FakeRunner:
-    """The part of vLLM's model runner that loads weights, with a model that has no head of its own."""
+    """The part of vLLM's model runner that loads weights into a model on the CPU."""
+
+    dtype = torch.float32
 
     def __init__(self) -> None:
         self.loaded: dict[str, Tensor] = {}
+        self.packed: list[str] = []  # layers, since the last load
+        self._model = torch.nn.Sequential(torch.nn.Linear(1, 1), self._layer("experts"))
+        self._model.lm_head = head = self._layer("head")
+        del head.quant_method.moe_kernel
 
-    def get_model(self) -> object:
-        return None
+    def get_model(self) -> torch.nn.Module:
+        return self._model
 
     def reload_weights(self, weights_iterator: Iterator[tuple[str, Tensor]]) -> None:
+        self.packed.clear()
         self.loaded = {name: weight.clone() for name, weight in weights_iterator}
+
+    def _layer(self, name: str) -> Any:
+        layer: Any = torch.nn.Linear(1, 1)
+        layer.name, layer.quant_method = name, PackedOnce(self.packed)
+        return layer
 
 
 def test_the_server_reads_each_parameter_of_a_versions_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And returns the digest of the version, for files of one piece and of several."""
-    monkeypatch.syspath_prepend(str(Path(run_until_eof.__file__).parent / "server_plugins"))
+    """And returns the digest, for files of one piece and of several, and packs on a CPU what vLLM packs once."""
+    monkeypatch.syspath_prepend(PLUGINS)
     for config in (CONFIG, ModelConfig(2**19 + 1, 32, 48, 1, 1, 1, 32, 64)):
         layout, path = WeightLayout(config), tmp_path / "weights"
         for flat in (torch.arange(layout.numel).float(), torch.ones(layout.numel).bfloat16()):
@@ -812,6 +795,7 @@ def test_the_server_reads_each_parameter_of_a_versions_file(
             extension.model_runner = FakeRunner()
             digest = extension.dora_load_weights("a label", str(path))
             assert digest == weight_digest(flat)
+            assert extension.model_runner.packed == ["head", "experts"]
             loaded, views = extension.model_runner.loaded, layout.views(flat)
             assert loaded.keys() == views.keys()
             assert all(torch.equal(loaded[name], view) for name, view in views.items())
@@ -891,7 +875,7 @@ def test_server_plugins_import_without_dora(plugin: str) -> None:
     code = (
         "import sys\n"
         "sys.modules['dora'] = None\n"
-        f"sys.path.insert(0, {str(Path(run_until_eof.__file__).parent / 'server_plugins')!r})\n"
+        f"sys.path.insert(0, {str(PLUGINS)!r})\n"
         f"import {plugin}, dora_digest\n"
         "source = open(sys.modules[sys.argv[1]].__file__).read()\n"
         "assert 'import dora.' not in source and 'from dora.' not in source\n"

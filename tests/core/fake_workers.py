@@ -325,3 +325,12 @@ def run_in_step(num_steps: int) -> FakeWorkers:
     run.deliver_all(unless=lambda event: isinstance(event, Trained) and event.step == num_steps)
     assert run.state.training_step == num_steps
     return run
+
+
+def one_engine(
+    limits: Limits, *, rows: int, slots: int, num_prompts: int = 1000, is_colocated: bool = False
+) -> FakeWorkers:
+    """The workers of a run whose engine 0 has joined."""
+    run = FakeWorkers(limits, num_prompts)
+    run.join(0, rows, slots, is_colocated)
+    return run

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.core.fake_workers import FakeWorkers, limits
+from tests.core.fake_workers import FakeWorkers, limits, one_engine
 from tests.core.midrun import add_engine, add_prompts, add_running, state_at
 
 from dora.core.actions import Admit
@@ -160,8 +160,7 @@ def test_a_run_under_constant_drift_finishes(changes: dict[str, int], slots: int
 
 
 def test_a_redone_step_is_not_counted_again() -> None:
-    run = FakeWorkers(limits(num_steps=9, max_staleness=4, adaptive_staleness=RULE))
-    run.join(0, rows=8, slots=5)
+    run = one_engine(limits(num_steps=9, max_staleness=4, adaptive_staleness=RULE), rows=8, slots=5)
     for _ in range(3):
         train(run, SEVERE_DRIFT)
     known = replace(run.state.adaptive_staleness)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.core.fake_workers import FakeWorkers, is_work, limits
+from tests.core.fake_workers import FakeWorkers, is_work, limits, one_engine
 
 from dora.core.actions import Admit, Commit, Filter, Publish, ReportStall, Stop, Train
 from dora.core.events import GroupScored, Published, TimerFired, Trained
@@ -21,8 +21,7 @@ def members(run: FakeWorkers, step: int) -> list[GroupId]:
 @pytest.fixture
 def run() -> FakeWorkers:
     """Four groups of version 0 are due by step 1; groups of version 1 follow."""
-    run = FakeWorkers(limits(num_steps=6, max_staleness=1, prioritize_stragglers=False))
-    run.join(0, rows=8, slots=2)
+    run = one_engine(limits(num_steps=6, max_staleness=1, prioritize_stragglers=False), rows=8, slots=2)
     run.deliver_all(unless=is_work)
     assert [action.deadline for action in run.actions(Admit)] == [1, 1, 1, 1]
     return run
@@ -81,8 +80,7 @@ def test_a_step_starts_only_after_the_version_before_it_is_published(run: FakeWo
 
 def test_a_group_with_equal_rewards_is_filtered_only_with_filter_groups() -> None:
     for filter_groups in (True, False):
-        run = FakeWorkers(limits(group_size=2, filter_groups=filter_groups))
-        run.join(0, rows=4, slots=1)
+        run = one_engine(limits(group_size=2, filter_groups=filter_groups), rows=4, slots=1)
         run.deliver_all(unless=lambda event: isinstance(event, GroupScored))
         run.pending.clear()
         run.deliver(GroupScored(GroupId(0, 0), (1.0, 1.0)))
@@ -91,8 +89,7 @@ def test_a_group_with_equal_rewards_is_filtered_only_with_filter_groups() -> Non
 
 
 def test_a_run_stops_once_after_the_last_version_is_published() -> None:
-    run = FakeWorkers(limits(num_steps=2))
-    run.join(0, rows=4, slots=1)
+    run = one_engine(limits(num_steps=2), rows=4, slots=1)
     run.deliver_all()
     assert [action.version for action in run.actions(Publish)] == [0, 1, 2]
     assert len(run.actions(Stop)) == 1
@@ -101,8 +98,7 @@ def test_a_run_stops_once_after_the_last_version_is_published() -> None:
 
 
 def test_a_stall_is_reported_once_and_names_the_group_and_its_requests() -> None:
-    run = FakeWorkers(limits(group_size=2, max_staleness=0, stall_report_s=5.0))
-    run.join(0, rows=8, slots=1)
+    run = one_engine(limits(group_size=2, max_staleness=0, stall_report_s=5.0), rows=8, slots=1)
     run.now = 2.0
     run.deliver_all(unless=is_work)
     run.deliver(run.pending[0])
@@ -117,8 +113,7 @@ def test_a_stall_is_reported_once_and_names_the_group_and_its_requests() -> None
 
 
 def test_stall_time_is_counted_for_each_straggler() -> None:
-    run = FakeWorkers(limits(max_staleness=0, stall_report_s=5.0))
-    run.join(0, rows=8, slots=1)
+    run = one_engine(limits(max_staleness=0, stall_report_s=5.0), rows=8, slots=1)
     run.deliver_all(unless=is_work)
     run.now = 8.0
     run.deliver(TimerFired())
@@ -134,8 +129,7 @@ def test_stall_time_is_counted_for_each_straggler() -> None:
 
 def test_a_wakeup_at_the_returned_time_is_late_enough() -> None:
     """0.7 + 0.1 - 0.7 is less than 0.1: the comparison must use the sum that was returned."""
-    run = FakeWorkers(limits(max_staleness=0, stall_report_s=0.1))
-    run.join(0, rows=8, slots=1)
+    run = one_engine(limits(max_staleness=0, stall_report_s=0.1), rows=8, slots=1)
     run.now = 0.7
     run.deliver_all(unless=is_work)
     wakeup = run.orchestrator.next_wakeup()

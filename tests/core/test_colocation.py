@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.core.fake_workers import FakeWorkers, is_work, limits
+from tests.core.fake_workers import FakeWorkers, is_work, limits, one_engine
 from tests.core.midrun import add_engine, add_running, state_at
 
 from dora.core.actions import Generate, Load, Migrate, PauseEngine, ResumeEngine, Train
@@ -14,8 +14,7 @@ from dora.core.types import GroupId, RequestId
 
 def run_on_one_device(**changes: int) -> FakeWorkers:
     """One engine on the trainer's device, with more requests than one batch."""
-    run = FakeWorkers(limits(**({"num_steps": 4, "batch_size": 2, "max_staleness": 1} | changes)))
-    run.join(0, rows=4, slots=2, is_colocated=True)
+    run = one_engine(limits(**({"max_staleness": 1} | changes)), rows=4, slots=2, is_colocated=True)
     run.deliver_all(unless=is_work)
     return run
 
@@ -26,8 +25,7 @@ def finish_batch_0(run: FakeWorkers) -> None:
 
 
 def test_a_colocated_engine_joins_paused_and_resumes_once_the_trainer_is_idle() -> None:
-    run = FakeWorkers(limits(max_staleness=1))
-    run.join(0, rows=4, slots=2, is_colocated=True)
+    run = one_engine(limits(max_staleness=1), rows=4, slots=2, is_colocated=True)
     assert run.state.engines[0].is_paused
     assert run.actions(ResumeEngine) == [], "the first version is being published"
     run.deliver_all(unless=is_work)

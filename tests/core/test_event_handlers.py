@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.core.fake_workers import FakeWorkers, finished, is_work, limits
+from tests.core.fake_workers import FakeWorkers, finished, is_work, limits, one_engine
 
 from dora.core import codec, invariants
 from dora.core.actions import Fail, Generate
@@ -43,8 +43,7 @@ SCORED, SCORING, UNFINISHED = GroupId(0, 3), GroupId(0, 2), GroupId(0, 0)
 
 @pytest.fixture
 def run() -> FakeWorkers:
-    run = FakeWorkers(limits(batch_size=3, group_size=2, max_staleness=1))
-    run.join(0, rows=12, slots=2)
+    run = one_engine(limits(batch_size=3, group_size=2, max_staleness=1), rows=12, slots=2)
     run.deliver_all(unless=is_work)
     run.finish_group(SCORED)
     for request in (DONE, RequestId(*SCORING, 0), RequestId(*SCORING, 1)):
@@ -139,8 +138,7 @@ def test_a_step_can_be_trained_only_once(run: FakeWorkers) -> None:
 
 
 def test_no_event_may_arrive_after_the_run_has_stopped() -> None:
-    run = FakeWorkers(limits(num_steps=1))
-    run.join(0, rows=2, slots=1)
+    run = one_engine(limits(num_steps=1), rows=2, slots=1)
     run.deliver_all()
     with pytest.raises(ProtocolError, match="after the run had stopped"):
         run.orchestrator.handle(TimerFired(), run.now)
@@ -164,8 +162,7 @@ def test_a_request_that_is_being_aborted_may_end_in_any_way(run: FakeWorkers) ->
 
 def test_a_request_starts_again_after_a_failure_of_its_environment() -> None:
     """On the same version, at most `max_retries` times; then its group fails."""
-    run = FakeWorkers(limits(group_size=2, max_retries=2))
-    run.join(0, rows=4, slots=2)
+    run = one_engine(limits(group_size=2, max_retries=2), rows=4, slots=2)
     run.deliver_all(unless=is_work)
     run.deliver(ProgressReported(0, ((RUNNING, 7),)))
     for _ in range(2):
@@ -188,8 +185,7 @@ def test_tokens_that_were_kept_and_are_lost_after_all_are_generated_again(run: F
 
 
 def test_what_an_engine_rejects_is_not_generated_again() -> None:
-    run = FakeWorkers(limits(group_size=2, max_retries=2))
-    run.join(0, rows=4, slots=2)
+    run = one_engine(limits(group_size=2, max_retries=2), rows=4, slots=2)
     run.deliver_all(unless=is_work)
     assert Fail(RUNNING.group, "too long") in run.deliver(RequestFailed(0, RUNNING, "too long", "engine"))
 

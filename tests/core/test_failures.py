@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.core.fake_workers import FakeWorkers, is_work, limits
+from tests.core.fake_workers import FakeWorkers, is_work, limits, one_engine
 from tests.core.midrun import add_engine, add_running, add_waiting, state_at
 
 from dora.core.actions import Commit, Drop, Generate, Load, Publish, Train
@@ -10,8 +10,7 @@ from dora.core.events import Loaded, LoadFailed, StepFailed, Trained
 
 
 def test_a_failed_step_is_repeated_with_the_same_batch() -> None:
-    run = FakeWorkers(limits())
-    run.join(0, rows=4, slots=1)
+    run = one_engine(limits(), rows=4, slots=1)
     run.deliver_all(unless=lambda event: isinstance(event, Trained))
     first = run.actions(Train)
     assert len(first) == 1
@@ -25,8 +24,7 @@ def test_a_failed_step_is_repeated_with_the_same_batch() -> None:
 
 
 def test_a_failed_load_is_ordered_again() -> None:
-    run = FakeWorkers(limits())
-    run.join(0, rows=4, slots=1)
+    run = one_engine(limits(), rows=4, slots=1)
     run.deliver_all(unless=lambda event: isinstance(event, Loaded))
     assert run.deliver(LoadFailed(0, 0, "no memory")) == [Load(0, 0)]
     run.deliver_all()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.core.fake_workers import FakeWorkers, finished, is_work, limits
+from tests.core.fake_workers import FakeWorkers, finished, is_work, limits, one_engine
 from tests.core.midrun import add_engine, add_running, add_waiting, request, state_at
 
 from dora.core.actions import Abort, Fail, Generate, Load
@@ -93,23 +93,20 @@ def test_waiting_requests_are_placed_last_on_engines_that_evict_their_version() 
 
 
 def test_a_group_too_large_for_one_engine_is_split() -> None:
-    run = FakeWorkers(limits(batch_size=1, group_size=5))
-    run.join(0, rows=2, slots=1)
+    run = one_engine(limits(batch_size=1, group_size=5), rows=2, slots=1)
     run.join(1, rows=3, slots=1)
     run.deliver_all(unless=is_work)
     assert sorted(len(action.requests) for action in run.actions(Generate)) == [2, 3]
 
 
 def test_a_group_larger_than_all_rows_is_generated_one_after_the_other() -> None:
-    run = FakeWorkers(limits(num_steps=2, group_size=5))
-    run.join(0, rows=2, slots=1)
+    run = one_engine(limits(num_steps=2, group_size=5), rows=2, slots=1)
     run.deliver_all()
     assert run.orchestrator.done
 
 
 def test_one_failed_sibling_fails_its_group_and_aborts_the_others() -> None:
-    run = FakeWorkers(limits(batch_size=1, group_size=3))
-    run.join(0, rows=2, slots=1)
+    run = one_engine(limits(batch_size=1, group_size=3), rows=2, slots=1)
     run.join(1, rows=1, slots=1)
     run.deliver_all(unless=is_work)
     actions = run.fail_request(request(0, 0))
@@ -122,8 +119,7 @@ def test_one_failed_sibling_fails_its_group_and_aborts_the_others() -> None:
 
 
 def test_a_waiting_sibling_of_a_failed_group_is_never_generated() -> None:
-    run = FakeWorkers(limits(group_size=3))
-    run.join(0, rows=2, slots=1)
+    run = one_engine(limits(group_size=3), rows=2, slots=1)
     run.deliver_all(unless=is_work)
     run.fail_request(request(0, 0))
     run.deliver_all()
@@ -132,8 +128,7 @@ def test_a_waiting_sibling_of_a_failed_group_is_never_generated() -> None:
 
 
 def test_the_rows_of_aborted_requests_are_free_only_once_the_abort_is_confirmed() -> None:
-    run = FakeWorkers(limits(batch_size=1, group_size=3))
-    run.join(0, rows=3, slots=1)
+    run = one_engine(limits(batch_size=1, group_size=3), rows=3, slots=1)
     run.deliver_all(unless=is_work)
     run.fail_request(request(0, 0))
     on = run.state.engines[0]
@@ -145,8 +140,7 @@ def test_the_rows_of_aborted_requests_are_free_only_once_the_abort_is_confirmed(
 
 
 def test_a_request_that_finishes_before_its_abort_frees_its_row_and_is_not_scored() -> None:
-    run = FakeWorkers(limits(batch_size=1, group_size=2))
-    run.join(0, rows=2, slots=1)
+    run = one_engine(limits(batch_size=1, group_size=2), rows=2, slots=1)
     run.deliver_all(unless=is_work)
     run.fail_request(request(0, 0))
     actions = run.deliver(finished(0, request(0, 1), 0))
@@ -155,8 +149,7 @@ def test_a_request_that_finishes_before_its_abort_frees_its_row_and_is_not_score
 
 
 def test_requests_of_a_lost_engine_restart_on_their_version_before_all_others() -> None:
-    run = FakeWorkers(limits(group_size=3, max_staleness=1))
-    run.join(0, rows=4, slots=1)
+    run = one_engine(limits(group_size=3, max_staleness=1), rows=4, slots=1)
     run.join(1, rows=1, slots=1)
     run.deliver_all(unless=is_work)
     assert list(run.state.waiting[0]) == [request(1, 2)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests.core.fake_workers import FakeWorkers, is_work, limits, run_in_step
+from tests.core.fake_workers import FakeWorkers, is_work, limits, one_engine, run_in_step
 
 from dora.core.actions import Admit, FetchPrompts, Generate, Load, Publish, Score, Stop, Train
 from dora.core.events import Event, GroupScored, Published, RequestFinished, Trained
@@ -44,8 +44,7 @@ def test_nothing_is_admitted_before_all_steps_are_redone() -> None:
 
 def unfinished_at_two_versions() -> FakeWorkers:
     """A request of version 1 and some of version 3 run; versions 1 to 3 are stored."""
-    run = FakeWorkers(limits(num_steps=9, max_staleness=4))
-    run.join(0, rows=3, slots=5)
+    run = one_engine(limits(num_steps=9, max_staleness=4), rows=3, slots=5)
     withheld: list[RequestId] = []
 
     def is_withheld(event: Event) -> bool:
@@ -88,8 +87,7 @@ def test_a_checkpoint_ahead_of_the_trained_steps_is_rejected(change: Callable[[i
 
 
 def test_groups_that_were_being_scored_are_scored_again() -> None:
-    run = FakeWorkers(limits(group_size=2))
-    run.join(0, rows=4, slots=1)
+    run = one_engine(limits(group_size=2), rows=4, slots=1)
     deliver_until(run, GroupScored)
     assert run.actions(Score) == [Score(GroupId(0, 0)), Score(GroupId(0, 1))]
     assert run.crash(from_step=0)[:3] == [Publish(0), Score(GroupId(0, 0)), Score(GroupId(0, 1))]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.core.fake_workers import FakeWorkers, limits
+from tests.core.fake_workers import FakeWorkers, limits, one_engine
 from tests.core.midrun import add_engine, add_running, state_at
 
 from dora.core import placement, weight_sync
@@ -128,8 +128,7 @@ def test_without_skip_below_kl_no_measurement_is_kept() -> None:
 
 def slow_engines(kl: float) -> FakeWorkers:
     """A run whose requests finish only if no other event is left; all old samples have this KL."""
-    run = FakeWorkers(limits(num_steps=14, batch_size=4, max_staleness=5, skip_below_kl=0.01))
-    run.join(0, rows=2, slots=2)
+    run = one_engine(limits(num_steps=14, batch_size=4, max_staleness=5, skip_below_kl=0.01), rows=2, slots=2)
     run.join(1, rows=2, slots=2)
     while not run.orchestrator.done:
         possible = run.deliverable()

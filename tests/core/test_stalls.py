@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.core.fake_workers import FakeWorkers, limits
+from tests.core.fake_workers import FakeWorkers, limits, one_engine
 from tests.core.midrun import add_engine, add_running, request, state_at
 
 from dora.core.actions import Action, DecodeOnly, ReportStall, Train
@@ -69,8 +69,7 @@ def test_an_engine_with_stragglers_only_gets_no_decode_only() -> None:
 def test_stragglers_are_not_prioritized_while_the_trainer_is_busy() -> None:
     """While a step trains, the trainer waits for nothing."""
     bounds = limits(num_steps=20, batch_size=2, max_staleness=2)
-    run = FakeWorkers(bounds)
-    run.join(0, rows=9, slots=3)
+    run = one_engine(bounds, rows=9, slots=3)
     run.deliver_all(unless=lambda event: isinstance(event, RequestFinished | Trained | GroupScored))
     run.finish_group(GroupId(0, 0))
     run.finish_group(GroupId(0, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.core.fake_workers import FakeWorkers, limits, run_in_step
+from tests.core.fake_workers import FakeWorkers, limits, one_engine, run_in_step
 
 from dora.core import actions, codec, events
 from dora.core.orchestrator import Orchestrator
@@ -29,8 +29,7 @@ def test_steps_after_the_checkpoint_are_redone_with_their_batches() -> None:
 
 
 def test_engines_keep_their_versions_and_requests_and_get_more() -> None:
-    run = FakeWorkers(limits(num_steps=9, group_size=2, max_staleness=2))
-    run.join(0, rows=4, slots=3)
+    run = one_engine(limits(num_steps=9, group_size=2, max_staleness=2), rows=4, slots=3)
     run.deliver_all(
         unless=lambda event: (
             event == events.Trained(3) or (isinstance(event, events.RequestFinished) and event.version > 1)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.core.fake_workers import FakeWorkers, limits
+from tests.core.fake_workers import FakeWorkers, limits, one_engine
 from tests.core.midrun import add_engine, add_prompts, add_running, state_at
 
 from dora.core.actions import Admit, Load, Train
@@ -83,8 +83,7 @@ def test_drain_admits_batches_per_version_batches_at_each_version(
 
 def test_one_version_is_live_at_a_time_under_drain() -> None:
     """The next version is admitted only after the last request of the one before has finished."""
-    run = FakeWorkers(limits(num_steps=8, batch_size=2, max_staleness=2, batches_per_version=2))
-    run.join(0, rows=8, slots=2)
+    run = one_engine(limits(num_steps=8, max_staleness=2, batches_per_version=2), rows=8, slots=2)
     run.deliver_all(unless=lambda event: isinstance(event, RequestFinished))
     for row in range(5):
         run.finish_group(GroupId(0, row))
@@ -104,8 +103,7 @@ def test_many_versions_are_live_under_dora() -> None:
 
 @pytest.mark.parametrize(("slack", "num_open"), [(0, 12), (3, 9), (8, 4), (99, 4)])
 def test_slack_leaves_places_empty_but_never_in_the_next_batch(slack: int, num_open: int) -> None:
-    run = FakeWorkers(limits(num_steps=9, batch_size=4, max_staleness=2, slack=slack))
-    run.join(0, rows=100, slots=2)
+    run = one_engine(limits(num_steps=9, batch_size=4, max_staleness=2, slack=slack), rows=100, slots=2)
     run.deliver_all(unless=lambda event: isinstance(event, RequestFinished))
     assert len(run.actions(Admit)) == num_open
 

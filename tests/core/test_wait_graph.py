@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.core.fake_workers import FakeWorkers, limits
+from tests.core.fake_workers import FakeWorkers, limits, one_engine
 from tests.core.midrun import add_engine, add_running, add_waiting, state_at
 
 from dora.core.events import GroupScored, Loaded, TimerFired, Trained
@@ -38,8 +38,7 @@ def test_an_idle_trainer_waits_for_the_engines_of_its_groups() -> None:
 
 
 def test_the_next_step_waits_for_a_working_trainer() -> None:
-    run = FakeWorkers(limits())
-    run.join(0, rows=9, slots=3)
+    run = one_engine(limits(), rows=9, slots=3)
     run.deliver_all(unless=lambda event: isinstance(event, Trained))
     waits = find_waits(run.state)
     assert waits[0] == WaitEdge("step 2", "trainer", "training of step 1")
@@ -60,8 +59,7 @@ def test_the_first_step_waits_for_a_version_an_engine_and_a_load() -> None:
 
 
 def test_a_finished_group_waits_for_its_rewards() -> None:
-    run = FakeWorkers(limits())
-    run.join(0, rows=9, slots=3)
+    run = one_engine(limits(), rows=9, slots=3)
     run.deliver_all(unless=lambda event: isinstance(event, GroupScored))
     waits = find_waits(run.state)
     assert [wait for wait in waits if wait.target == "rewards"] == [
@@ -94,8 +92,7 @@ def test_a_waiting_request_waits_for_an_engine_that_holds_its_version() -> None:
 
 
 def test_a_finished_run_has_no_waits() -> None:
-    run = FakeWorkers(limits(num_steps=2))
-    run.join(0, rows=9, slots=3)
+    run = one_engine(limits(num_steps=2), rows=9, slots=3)
     run.deliver_all(unless=lambda event: isinstance(event, Trained) and event.step == 1)
     assert find_waits(run.state)[0] == WaitEdge("the end of the run", "trainer", "training of step 2")
     run.deliver_all(unless=lambda event: isinstance(event, Loaded))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.core.fake_workers import FakeWorkers, is_work, limits
+from tests.core.fake_workers import FakeWorkers, is_work, limits, one_engine
 from tests.core.midrun import add_engine, add_running, add_waiting, state_at
 
 from dora.core import weight_sync
@@ -14,8 +14,7 @@ from dora.core.types import GroupId
 
 def run_in_first_step(rows: int, slots: int, **changes: int) -> FakeWorkers:
     """One engine; the groups of the first batch are finished."""
-    run = FakeWorkers(limits(**changes))
-    run.join(0, rows, slots)
+    run = one_engine(limits(**changes), rows=rows, slots=slots)
     run.deliver_all(unless=is_work)
     run.finish_group(GroupId(0, 0))
     run.finish_group(GroupId(0, 1))
@@ -23,8 +22,7 @@ def run_in_first_step(rows: int, slots: int, **changes: int) -> FakeWorkers:
 
 
 def test_engines_load_every_new_version_they_have_a_slot_for() -> None:
-    run = FakeWorkers(limits())
-    run.join(0, rows=2, slots=2)
+    run = one_engine(limits(), rows=2, slots=2)
     run.join(1, rows=2, slots=2)
     run.deliver_all()
     for number in (0, 1):
@@ -140,8 +138,7 @@ def test_the_store_keeps_pinned_versions_and_retires_others() -> None:
 
 
 def test_the_store_keeps_a_version_that_is_loading() -> None:
-    run = FakeWorkers(limits(num_steps=3))
-    run.join(0, rows=2, slots=2)
+    run = one_engine(limits(num_steps=3), rows=2, slots=2)
     run.join(1, rows=2, slots=2)
     run.deliver_all(unless=lambda event: isinstance(event, Loaded) and event.engine == 1)
     assert run.orchestrator.done

@@ -56,13 +56,6 @@ def test_a_bad_file_is_refused_with_its_reason(tmp_path: Path, text: str, compla
     assert "bad.jsonl" in str(refusal.value)
 
 
-def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "latin.jsonl"
-    path.write_bytes('{"prompt": "é"}'.encode("latin-1"))
-    with pytest.raises(DataError, match="is not UTF-8"):
-        Dataset.from_path(path)
-
-
 def test_the_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     path = tmp_path / "latin.jsonl"
     path.write_bytes('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "\xe9"}\n'.encode("latin-1"))

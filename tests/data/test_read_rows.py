@@ -7,16 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.data.test_dataset import write
 
 from dora.data.dataset import Dataset, read_rows
 from dora.errors import DataError
 
 ROWS = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
-
-
-def write(path: Path, text: str) -> Path:
-    path.write_text(text, encoding="utf-8")
-    return path
 
 
 def lines() -> str:

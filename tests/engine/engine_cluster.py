@@ -52,16 +52,12 @@ class EngineCluster:
         name: str,
         *,
         versions: tuple[int, ...] = (0,),
-        max_rows: int = 8,
-        num_blocks: int | None = None,
         config: ModelConfig = TINY,
+        **settings: Any,
     ) -> Engine:
+        given = {"max_rows": 8, "max_context": 96, "version_slots": 2} | settings
         engine = self.engines[name] = Engine(
             config,
-            max_rows=max_rows,
-            max_context=96,
-            version_slots=2,
-            num_blocks=num_blocks,
             kernels=self.kernels,
             exact=self.exact,
             dtype=self.dtype,
@@ -69,10 +65,18 @@ class EngineCluster:
             kv_transfer=self.kv_transfer,
             clock=lambda: self.now_s,
             transport=self.transport(),
+            **given,
         )
         for version in versions:
             engine.load(version, weights(version))
         return engine
+
+    def begin(self, request: Request, num_steps: int = 1) -> tuple[Engine, Engine]:
+        """New engines "a" and "b", of which "a" has computed the first steps of a request."""
+        source, destination = self.add_engine("a"), self.add_engine("b")
+        source.submit([request])
+        self.step("a", num_steps)
+        return source, destination
 
     def pool_path(self, name: str) -> Path:
         return self.folder / f"pool-{name}.kv"

@@ -6,21 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.engine.tiny import TINY, make_request, output_tokens, run, weights
+from tests.engine.tiny import make_engine, make_request, output_tokens, run
 
 from dora.core.types import RequestId
 from dora.engine.engine import Engine
 from dora.engine.request import Completion, EngineError, Request
 
 
-def letter_engine(**settings: Any) -> Engine:
+def letter_engine() -> Engine:
     """An engine of 12 KV blocks that detokenizes each token as a letter."""
-    engine = Engine(
-        TINY, max_rows=4, max_context=96, version_slots=1, num_blocks=12, kernels="eager",
-        detokenize=lambda ids: "".join(chr(97 + i) for i in ids), **settings,
-    )  # fmt: skip
-    engine.load(0, weights())
-    return engine
+    return make_engine(max_rows=4, num_blocks=12, detokenize=lambda ids: "".join(chr(97 + i) for i in ids))
 
 
 def short_request(number: int, **changes: Any) -> Request:
@@ -52,13 +47,13 @@ def test_a_request_that_cannot_run_changes_nothing_for_others(reason: str) -> No
             with pytest.raises(EngineError) as caught:
                 engine.submit([GOOD[4], BAD[reason], GOOD[5]])
             assert reason in str(caught.value)
+            assert "1 of 3 requests rejected" in str(caught.value)
             assert list(caught.value.rejected) == [BAD[reason].id]
     assert output_tokens(completions | run(engine, [])) == expected
 
 
 def test_a_request_that_needs_more_blocks_than_the_pool_has_is_rejected_with_both_numbers() -> None:
-    engine = Engine(TINY, max_rows=4, max_context=96, version_slots=1, num_blocks=4, kernels="eager")
-    engine.load(0, weights())
+    engine = make_engine(max_rows=4, num_blocks=4)
     large = make_request(8, prompt_length=40, max_tokens=50)
     with pytest.raises(EngineError, match="it may need 7 KV blocks and the engine has 4; raise num_b"):
         engine.submit([*GOOD[:2], large])

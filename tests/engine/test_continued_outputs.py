@@ -1,13 +1,10 @@
 """A request continues a partial output of another engine, and ends as if nothing had happened."""
 
+from functools import partial
+
 import pytest
 from tests.engine.test_migration import is_close
-from tests.engine.tiny import TINY, make_engine, make_request, run, weights
-
-from dora.core.types import Chunk, RequestId
-from dora.engine.engine import Engine
-from dora.engine.request import Completion
-from dora.engine.scheduler import RequestStatus
+from tests.engine.tiny import make_engine, make_request, run
 
 REQUESTS = [make_request(i, max_tokens=24) for i in range(12)]
 
@@ -27,10 +24,7 @@ def test_continued_outputs_equal_undisturbed_ones(kernels: str, num_blocks: int 
     assert engine.progress() == {
         r.id: len(outputs[r.id].token_ids) if r.id in outputs else 0 for r in REQUESTS
     }
-    completions: dict[RequestId, Completion] = {}
-    while not engine.is_idle:
-        completions |= {completion.id: completion for completion in engine.step()}
-        engine.check()
+    completions = run(engine, [])
     assert 0 < len(outputs) < len(REQUESTS)
     assert completions.keys() == expected.keys()
     assert all(is_close(completions[i], expected[i]) for i in expected)
@@ -38,19 +32,6 @@ def test_continued_outputs_equal_undisturbed_ones(kernels: str, num_blocks: int 
     for request_id, output in outputs.items():  # what was drawn stays drawn, to the bit
         kept = completions[request_id].logprobs[: len(output.token_ids)]
         assert kept.tobytes() == output.logprobs[:, 0].tobytes()
-
-
-def test_an_output_of_other_weights_is_ignored() -> None:
-    lost = make_engine()
-    lost.submit(REQUESTS[:1])
-    for _ in range(5):
-        lost.step()
-    (output,) = lost.partial_outputs().values()
-    other = output._replace(chunks=(Chunk(0, "other", len(output.token_ids)),))
-    engine = make_engine()
-    engine.submit(REQUESTS[:1], {REQUESTS[0].id: other})
-    assert engine.status_of(REQUESTS[0].id) is RequestStatus.WAITING
-    assert engine.progress() == {REQUESTS[0].id: 0}
 
 
 def test_a_continued_request_can_be_aborted_before_it_has_a_row() -> None:
@@ -66,17 +47,10 @@ def test_a_continued_request_can_be_aborted_before_it_has_a_row() -> None:
 
 
 def test_exact_engines_continue_bit_for_bit() -> None:
-    def make_exact(max_rows: int) -> Engine:
-        engine = Engine(TINY, max_rows=max_rows, max_context=96, version_slots=2, kernels="numba", exact=True)
-        engine.load(0, weights(0))
-        return engine
-
-    lost, engine = make_exact(8), make_exact(4)
+    make_exact = partial(make_engine, "numba", exact=True)
+    lost, engine = make_exact(max_rows=8), make_exact(max_rows=4)
     lost.submit(REQUESTS)
     for _ in range(11):
         lost.step()
     engine.submit(REQUESTS, lost.partial_outputs())
-    completions: dict[RequestId, Completion] = {}
-    while not engine.is_idle:
-        completions |= {completion.id: completion for completion in engine.step()}
-    assert completions == run(make_exact(16), REQUESTS)
+    assert run(engine, []) == run(make_exact(max_rows=16), REQUESTS)

@@ -19,8 +19,8 @@ from dora.engine.cuda_graphs import CUDAGraphRunner, padded_rows
 from dora.engine.engine import Engine
 from dora.engine.kernels.sampler import SAMPLING_DTYPE, SamplingMetadata, sampling_metadata
 from dora.engine.kernels.workspace import Workspace
-from dora.engine.request import Completion, Request, SamplingParams
-from dora.engine.runner import ModelRunner, PrefillInput
+from dora.engine.request import Completion, PrefillInput, Request, SamplingParams
+from dora.engine.runner import ModelRunner
 
 BLOCKS_PER_ROW = 4
 SLOTS = np.array([0, 0, 0, 1, 1])
@@ -302,8 +302,7 @@ def test_warming_up_captures_the_graphs_of_one_version_and_leaves_nothing_else(p
 @pytest.mark.parametrize("max_rows", [16, 64])
 def test_a_run_of_three_versions_captures_few_graphs(max_rows: int, padded: None) -> None:
     """A version is loaded every 25 steps if a slot is free; the requests of up to three are running."""
-    engine = Engine(tiny.TINY, max_rows=max_rows, max_context=96, version_slots=3, kernels="eager")
-    engine.load(0, tiny.weights(0))
+    engine = tiny.make_engine(max_rows=max_rows, version_slots=3)
     numbers, most_versions = iter(range(10**6)), 0
     for step in range(300):
         if step % 25 == 24:

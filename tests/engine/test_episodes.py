@@ -3,13 +3,15 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.engine.engine_cluster import EngineCluster
-from tests.engine.tiny import TINY, full_logits, make_request, weights
+from tests.engine.tiny import TINY, full_logits, make_engine, make_request, weights
 
 import dora.engine.engine as engine_module
 from dora.core.types import RequestId
@@ -24,13 +26,7 @@ from dora.engine.scheduler import RequestStatus
 KERNELS = ("eager", "numba")
 OBSERVATIONS = {0: (7, 8, 9), 1: tuple(range(1, 21)), 2: (3,)}  # by number of the turn
 Completions = dict[RequestId, Completion]
-
-
-def make_episode_engine(kernels: str = "eager", **settings: object) -> Engine:
-    sizes = {"max_rows": 8, "max_context": 96, "version_slots": 2, "kernels": kernels} | settings
-    engine = Engine(TINY, **sizes)  # type: ignore[arg-type]
-    engine.load(0, weights(0))
-    return engine
+make_episode_engine = partial(make_engine, max_rows=8)
 
 
 def episode(number: int, max_turn_tokens: int = 6, max_tokens: int = 50, **params: object) -> Request:
@@ -123,17 +119,15 @@ def test_an_episode_is_one_sequence_whose_kv_is_computed_once(kernels: str) -> N
 
 @pytest.mark.parametrize("num_steps", [4, 6, 8, 13, 20, 27])
 @pytest.mark.parametrize("settings", [{"exact": True}, {"num_blocks": 12, "max_rows": 3}])
-def test_episodes_of_a_lost_engine_continue_on_another_one(
-    num_steps: int, settings: dict[str, object]
-) -> None:
+def test_episodes_of_a_lost_engine_continue_on_another_one(num_steps: int, settings: dict[str, Any]) -> None:
     """No turn and no observation is repeated, and what is drawn is what would have been drawn."""
     torch.set_num_threads(1)
     requests = [episode(number) for number in range(4)]
-    expected = Environment(make_episode_engine(**settings)).run(requests)  # type: ignore[arg-type]
-    environment = Environment(make_episode_engine(**settings), lambda turn: 2 * turn.request_id.row)  # type: ignore[arg-type]
+    expected = Environment(make_episode_engine(**settings)).run(requests)
+    environment = Environment(make_episode_engine(**settings), lambda turn: 2 * turn.request_id.row)
     completions = environment.run(requests, num_steps)
     outputs, num_replies = environment.lose_engine(completions), sum(environment.num_turns.values())
-    engine = environment.engine = make_episode_engine(**settings)  # type: ignore[arg-type]
+    engine = environment.engine = make_episode_engine(**settings)
     unfinished = [request for request in requests if request.id not in completions]
     engine.submit(unfinished, outputs)
     assert engine.progress() == {

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from tests.engine.tiny import TINY, make_request, output_tokens, run, weights
+from tests.engine.tiny import TINY, make_engine, make_request, output_tokens, run, weights
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -24,26 +25,9 @@ KINDS = pytest.mark.parametrize("keeps_kv", [True, False], ids=["keeps", "recomp
 NUM_BEFORE = 7  # steps with the first weights
 
 
-def make_inflight_engine(
-    *,
-    keeps_kv: bool,
-    kernels: str = "eager",
-    num_blocks: int | None = None,
-    max_rows: int = 8,
-    prefill_budget: int = 512,
-) -> Engine:
-    engine = Engine(
-        TINY,
-        inflight_update="inflight" if keeps_kv else "partial",
-        max_rows=max_rows,
-        max_context=96,
-        version_slots=2,
-        kernels=kernels,
-        num_blocks=num_blocks,
-        prefill_budget=prefill_budget,
-    )
-    engine.load(0, weights(0))
-    return engine
+def make_inflight_engine(*, keeps_kv: bool, **settings: Any) -> Engine:
+    policy = "inflight" if keeps_kv else "partial"
+    return make_engine(inflight_update=policy, **{"max_rows": 8} | settings)
 
 
 def finish(engine: Engine) -> dict[RequestId, Completion]:
@@ -278,7 +262,7 @@ def test_a_request_without_a_token_does_not_keep_the_kv_of_its_prompt() -> None:
 
 
 def test_a_request_to_an_engine_without_a_version_is_rejected() -> None:
-    engine = Engine(TINY, max_rows=1, max_context=32, version_slots=2, inflight_update="inflight")
+    engine = make_engine(num_versions=0, inflight_update="inflight")
     with pytest.raises(EngineError) as rejection:
         engine.submit([make_request(0)])
     assert rejection.value.rejected == {make_request(0).id: "version 0 is not loaded; loaded: []"}

@@ -37,9 +37,7 @@ def test_a_request_migrates_at_any_offset_in_a_block_with_bitwise_equal_answers(
 ) -> None:
     migrating = make_request(1, max_tokens=40)
     expected = expected_answers(cluster, [migrating])[migrating.id]
-    source, destination = cluster.add_engine("a"), cluster.add_engine("b")
-    source.submit([migrating])
-    cluster.step("a", num_steps)
+    source, destination = cluster.begin(migrating, num_steps)
     imported = cluster.migrate(migrating, "a", "b")
     num_computed = len(migrating.prompt_ids) + num_steps - 1
     assert imported.num_tokens == num_steps
@@ -56,9 +54,7 @@ def test_prompts_on_either_side_of_a_block_boundary_migrate(
 ) -> None:
     migrating = make_request(1, prompt_length=prompt_length)
     expected = expected_answers(cluster, [migrating])[migrating.id]
-    cluster.add_engine("a").submit([migrating])
-    cluster.add_engine("b")
-    cluster.step("a")
+    cluster.begin(migrating)
     cluster.migrate(migrating, "a", "b")
     assert cluster.run_to_end()[migrating.id] == expected
 
@@ -126,9 +122,7 @@ def test_a_request_may_migrate_several_times_and_return(cluster: EngineCluster) 
 def test_a_request_may_return_before_its_source_has_polled_the_import(cluster: EngineCluster) -> None:
     migrating = make_request(1)
     expected = expected_answers(cluster, [migrating])[migrating.id]
-    cluster.add_engine("a").submit([migrating])
-    cluster.add_engine("b")
-    cluster.step("a", 4)
+    cluster.begin(migrating, 4)
     outward = cluster.start_migration(migrating, "a", "b")
     for name in "abab":
         cluster.poll(name)
@@ -143,9 +137,7 @@ def test_a_request_may_return_before_its_source_has_polled_the_import(cluster: E
 def test_a_request_migrates_with_one_token_left_to_generate(cluster: EngineCluster) -> None:
     migrating = make_request(1, max_tokens=20)
     expected = expected_answers(cluster, [migrating])[migrating.id]
-    cluster.add_engine("a").submit([migrating])
-    cluster.add_engine("b")
-    cluster.step("a", 19)
+    cluster.begin(migrating, 19)
     cluster.migrate(migrating, "a", "b")
     assert migrating.id not in cluster.finished
     cluster.step("b")
@@ -155,9 +147,7 @@ def test_a_request_migrates_with_one_token_left_to_generate(cluster: EngineClust
 def test_a_request_that_finishes_before_its_export_stays(cluster: EngineCluster) -> None:
     migrating = make_request(1, max_tokens=20)
     expected = expected_answers(cluster, [migrating])[migrating.id]
-    cluster.add_engine("a").submit([migrating])
-    cluster.add_engine("b")
-    cluster.step("a", 19)
+    cluster.begin(migrating, 19)
     migration_id = cluster.start_migration(migrating, "a", "b")
     cluster.poll("a")
     cluster.step("a")
@@ -192,9 +182,7 @@ def test_requests_of_two_versions_migrate_in_both_directions_between_busy_engine
 
 def test_the_source_decodes_on_while_full_blocks_are_copied(cluster: EngineCluster) -> None:
     migrating = make_request(1, max_tokens=60)
-    cluster.add_engine("a").submit([migrating])
-    cluster.add_engine("b")
-    cluster.step("a", 40)
+    cluster.begin(migrating, 40)
     cluster.start_migration(migrating, "a", "b")
     cluster.poll("a")
     cluster.step("a", 3)
@@ -214,9 +202,7 @@ def test_a_request_with_little_kv_stops_at_once_and_is_copied_by_one_poll(
 ) -> None:
     cluster = EngineCluster(tmp_path)
     migrating = make_request(1, max_tokens=60)
-    cluster.add_engine("a").submit([migrating])
-    cluster.add_engine("b")
-    cluster.step("a", num_steps)
+    cluster.begin(migrating, num_steps)
     migration_id = cluster.start_migration(migrating, "a", "b")
     cluster.poll("a")
     cluster.poll("b")
@@ -241,9 +227,7 @@ def test_stop_time_is_from_the_last_step_at_the_source_to_the_row_at_the_destina
     cluster: EngineCluster,
 ) -> None:
     migrating = make_request(1)
-    cluster.add_engine("a").submit([migrating])
-    cluster.add_engine("b")
-    cluster.step("a", 2)
+    cluster.begin(migrating, 2)
     migration_id = cluster.start_migration(migrating, "a", "b")
     cluster.poll("a")
     cluster.now_s += 0.25
@@ -255,9 +239,7 @@ def test_stop_time_is_from_the_last_step_at_the_source_to_the_row_at_the_destina
 
 def test_a_version_with_a_reserved_import_cannot_be_dropped(cluster: EngineCluster) -> None:
     migrating = make_request(1)
-    cluster.add_engine("a").submit([migrating])
-    destination = cluster.add_engine("b")
-    cluster.step("a")
+    _, destination = cluster.begin(migrating)
     migration_id = cluster.reserve(migrating, "a", "b")
     with pytest.raises(EngineError, match="version 0 has 1 unfinished requests"):
         destination.drop(0)
@@ -271,10 +253,7 @@ def test_a_version_may_be_dropped_as_soon_as_its_last_request_is_imported(cluste
     """The driver may get the destination's reply before the source polls."""
     migrating = make_request(1)
     expected = expected_answers(cluster, [migrating])[migrating.id]
-    source = cluster.add_engine("a")
-    source.submit([migrating])
-    cluster.add_engine("b")
-    cluster.step("a")
+    source, _ = cluster.begin(migrating)
     migration_id = cluster.start_migration(migrating, "a", "b")
     cluster.poll("a")
     with pytest.raises(EngineError, match="unfinished"):

@@ -12,6 +12,7 @@ from dora.core.types import RequestId
 from dora.engine.kv_transfer import transfer
 from dora.engine.kv_transfer.handoff import HandoffState, RequestSnapshot
 from dora.engine.messages import ExportFailed, ExportFinished, ImportFailed, ImportFinished
+from dora.engine.request import Request
 from dora.model.weights import initial_weights
 
 MIGRATING, NEIGHBOUR, HOST = (
@@ -135,15 +136,28 @@ def test_the_first_change_of_the_state_decides(cluster: EngineCluster, first: st
     assert handoff.is_imported == (first == "commit")
 
 
-def rejection(cluster: EngineCluster, migration_id: int) -> str:
-    """The reason why the destination rejects the import. The request continues at its source."""
+def rejection(
+    cluster: EngineCluster, migration_id: int, others: tuple[Request, ...] = (NEIGHBOUR, HOST)
+) -> str:
+    """The reason why b rejects the import. MIGRATING continues on a, and finishes like the others."""
     cluster.poll("b")
     reply = cluster.reply_of("b", migration_id)
     assert isinstance(reply, ImportFailed), reply
     assert not cluster.is_imported(migration_id)
     cluster.engines["a"].cancel_migration(migration_id)
-    check_end(cluster, migration_id)
+    answers = output_tokens(cluster.run_to_end())
+    assert answers == {request.id: EXPECTED[request.id] for request in (MIGRATING, *others)}
+    assert isinstance(cluster.reply_of("a", migration_id), ExportFailed)
     return reply.reason
+
+
+def poll_with_damaged_pool(cluster: EngineCluster) -> None:
+    """Poll b while every byte of a's pool differs."""
+    pool = np.memmap(cluster.pool_path("a"), np.uint8, "r+")
+    intact = pool.copy()
+    pool ^= 1
+    cluster.poll("b")
+    pool[:] = intact
 
 
 @pytest.mark.parametrize("at", [0, 16, 200, -1])
@@ -168,40 +182,21 @@ def test_a_truncated_snapshot_is_rejected(cluster: EngineCluster, num_bytes: int
 def test_a_block_that_arrives_damaged_is_rejected(cluster: EngineCluster, num_steps: int) -> None:
     """Either the first block is damaged, or the last one, which is partly filled."""
     migration_id = advance(cluster, num_steps)
-    pool = np.memmap(cluster.pool_path("a"), np.uint8, "r+")
-    intact = pool.copy()
-    pool ^= 1
-    cluster.poll("b")
-    pool[:] = intact
+    poll_with_damaged_pool(cluster)
     if num_steps == STEPS.index("publish") + 1:
         cluster.poll("a")
-        cluster.poll("b")
-    reply = cluster.reply_of("b", migration_id)
-    assert isinstance(reply, ImportFailed)
-    assert "KV blocks arrived damaged" in reply.reason
-    cluster.engines["a"].cancel_migration(migration_id)
-    check_end(cluster, migration_id)
+    assert "KV blocks arrived damaged" in rejection(cluster, migration_id)
 
 
 def test_a_request_with_little_kv_that_arrives_damaged_is_rejected(
     cluster: EngineCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # copy it after it has stopped
-    cluster.add_engine("a").submit([MIGRATING])
-    cluster.add_engine("b")
-    cluster.step("a", 16)
+    cluster.begin(MIGRATING, 16)
     migration_id = cluster.start_migration(MIGRATING, "a", "b")
     cluster.poll("a")
-    pool = np.memmap(cluster.pool_path("a"), np.uint8, "r+")
-    intact = pool.copy()
-    pool ^= 1
-    cluster.poll("b")
-    pool[:] = intact
-    reply = cluster.reply_of("b", migration_id)
-    assert isinstance(reply, ImportFailed)
-    assert "KV blocks arrived damaged" in reply.reason
-    cluster.engines["a"].cancel_migration(migration_id)
-    assert output_tokens(cluster.run_to_end()) == {MIGRATING.id: EXPECTED[MIGRATING.id]}
+    poll_with_damaged_pool(cluster)
+    assert "KV blocks arrived damaged" in rejection(cluster, migration_id, others=())
 
 
 def with_format(snapshot: RequestSnapshot, **changes: object) -> RequestSnapshot:
@@ -245,19 +240,9 @@ def export_from_a(cluster: EngineCluster) -> int:
     return migration_id
 
 
-def rejection_by_b(cluster: EngineCluster, migration_id: int) -> str:
-    """The reason why engine b rejects the import. The request finishes on engine a."""
-    cluster.poll("b")
-    reply = cluster.reply_of("b", migration_id)
-    assert isinstance(reply, ImportFailed)
-    cluster.engines["a"].cancel_migration(migration_id)
-    assert output_tokens(cluster.run_to_end()) == {MIGRATING.id: EXPECTED[MIGRATING.id]}
-    return reply.reason
-
-
 def test_the_same_version_with_other_weights_is_rejected(cluster: EngineCluster) -> None:
     cluster.add_engine("b", versions=()).load(0, weights(5))
-    assert "weight_digest is" in rejection_by_b(cluster, export_from_a(cluster))
+    assert "weight_digest is" in rejection(cluster, export_from_a(cluster), others=())
 
 
 @pytest.mark.parametrize("change", [{"rope_theta": 20_000.0}, {"head_dim": 16}])
@@ -265,7 +250,7 @@ def test_another_model_is_rejected(cluster: EngineCluster, change: dict[str, flo
     config = replace(TINY, **change)  # type: ignore[arg-type]
     made = cluster.add_engine("b", versions=(), config=config)
     made.load(0, initial_weights(config, seed=0))
-    assert "model_digest is" in rejection_by_b(cluster, export_from_a(cluster))
+    assert "model_digest is" in rejection(cluster, export_from_a(cluster), others=())
 
 
 def test_the_source_rejects_cached_blocks_with_another_hash(cluster: EngineCluster) -> None:

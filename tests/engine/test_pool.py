@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora.engine.kv_transfer.pool import (
+    MappedPool,
     bytes_per_block,
     checksum_blocks,
     copy_blocks,
     create_pool,
-    open_pool,
     view_as_blocks,
 )
 
@@ -35,10 +35,10 @@ def test_blocks_are_copied_and_checksummed_in_any_order(sources: list[int], sour
 
 def test_an_engine_reads_what_another_one_writes(tmp_path: Path) -> None:
     written = view_as_blocks(create_pool(tmp_path / "pool", 3 * 2 * 4 * 4), 3)
-    mapped = open_pool(tmp_path / "pool", bytes_per_block(written))
+    mapped = MappedPool(tmp_path / "pool", bytes_per_block(written)).blocks
     written[1] = 25
     assert mapped.shape == (3, 4)
     assert (mapped[1] == 25).all()
     assert not mapped.flags.writeable
     with pytest.raises(FileNotFoundError):
-        open_pool(tmp_path / "missing", 32)
+        MappedPool(tmp_path / "missing", 32)

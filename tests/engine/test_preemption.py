@@ -1,11 +1,12 @@
 """Preemption and chunked prefill change no completion."""
 
 import random
+from functools import partial
 
 import pytest
 from tests.engine.engine_cluster import EngineCluster
 from tests.engine.test_migration import BLOCK_BYTES, is_close
-from tests.engine.tiny import TINY, make_engine, make_request, output_tokens, run, weights
+from tests.engine.tiny import make_engine, make_request, output_tokens, run
 
 from dora.core.types import RequestId
 from dora.engine.engine import Engine
@@ -15,28 +16,7 @@ from dora.engine.scheduler import RequestStatus
 
 KERNELS = ("eager", "numba")
 LONG = make_request(0, group_size=1, prompt_length=1, max_tokens=90)  # it needs six blocks
-
-
-def make_small_engine(
-    kernels: str = "eager",
-    *,
-    num_blocks: int | None = None,
-    prefill_budget: int = 512,
-    max_rows: int = 8,
-    num_versions: int = 1,
-) -> Engine:
-    engine = Engine(
-        TINY,
-        max_rows=max_rows,
-        max_context=96,
-        version_slots=2,
-        kernels=kernels,
-        num_blocks=num_blocks,
-        prefill_budget=prefill_budget,
-    )
-    for version in range(num_versions):
-        engine.load(version, weights(version))
-    return engine
+make_small_engine = partial(make_engine, max_rows=8)
 
 
 def all_close(completions: dict[RequestId, Completion], expected: dict[RequestId, Completion]) -> bool:

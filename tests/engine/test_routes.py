@@ -9,6 +9,7 @@ import torch
 from tests.engine.engine_cluster import EngineCluster
 from tests.engine.tiny import make_request, run
 from tests.model.families import CONFIGS, compute_logits, random_weights
+from torch import Tensor
 
 from dora.engine.engine import Engine
 from dora.engine.request import Completion
@@ -28,16 +29,17 @@ def make_engine(**settings: Any) -> Engine:
     return engine
 
 
-def check_replay(completion: Completion, prompt_ids: tuple[int, ...]) -> None:
+def check_replay(
+    completion: Completion, prompt_ids: tuple[int, ...], flat: Tensor = FLAT, atol: float = 2e-5
+) -> None:
     """The trainer's log-probs with replayed routes are those of the engine."""
     assert completion.routes is not None
     tokens = torch.tensor([*prompt_ids, *completion.token_ids])
-    logits = compute_logits(
-        CONFIG, FLAT, tokens[None, :-1], ReplayRouter(CONFIG, torch.from_numpy(completion.routes))
-    )
+    router = ReplayRouter(CONFIG, torch.from_numpy(completion.routes))
+    logits = compute_logits(CONFIG, flat, tokens[None, :-1], router)
     logprobs = logits[0].log_softmax(-1)[len(prompt_ids) - 1 :]
     drawn = logprobs.gather(1, tokens[len(prompt_ids) :, None])[:, 0]
-    np.testing.assert_allclose(drawn.numpy(), completion.raw_logprobs, atol=2e-5)
+    np.testing.assert_allclose(drawn.numpy(), completion.raw_logprobs, atol=atol)
 
 
 def test_routes_replay_with_shared_prompts_and_after_preemption() -> None:
@@ -54,9 +56,7 @@ def test_routes_migrate_with_a_request(tmp_path: Path) -> None:
     stage = EngineCluster(tmp_path, "eager")
     request = REQUESTS[0]
     for name in "ab":
-        engine = Engine(CONFIG, pool=stage.pool_path(name), clock=lambda: stage.now_s, **SETTINGS)
-        engine.load(0, FLAT)
-        stage.engines[name] = engine
+        stage.add_engine(name, versions=(), config=CONFIG, **SETTINGS).load(0, FLAT)
     stage.engines["a"].submit([request])
     stage.step("a", 5)
     stage.migrate(request, "a", "b")
@@ -78,11 +78,4 @@ def test_a_bf16_moe_model_has_almost_the_logprobs_of_an_fp32_one() -> None:
     engine.load(0, flat)
     for request_id, completion in run(engine, REQUESTS).items():
         (prompt_ids,) = [request.prompt_ids for request in REQUESTS if request.id == request_id]
-        assert completion.routes is not None
-        tokens = torch.tensor([*prompt_ids, *completion.token_ids])
-        logits = compute_logits(
-            CONFIG, flat, tokens[None, :-1], ReplayRouter(CONFIG, torch.from_numpy(completion.routes))
-        )
-        logprobs = logits[0].log_softmax(-1)[len(prompt_ids) - 1 :]
-        drawn = logprobs.gather(1, tokens[len(prompt_ids) :, None])[:, 0]
-        np.testing.assert_allclose(drawn.numpy(), completion.raw_logprobs, atol=0.1)
+        check_replay(completion, prompt_ids, flat, atol=0.1)

@@ -12,7 +12,8 @@ from tests.model.families import (
 from torch import Tensor
 
 from dora.engine.kernels.workspace import Workspace
-from dora.engine.runner import ModelRunner, PrefillInput
+from dora.engine.request import PrefillInput
+from dora.engine.runner import ModelRunner
 from dora.model.config import ModelConfig
 from dora.trainer.routing_replay import ReplayRouter
 

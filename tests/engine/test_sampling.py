@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from tests.engine.engine_cluster import EngineCluster
-from tests.engine.tiny import TINY, full_logits, make_engine, make_request, output_tokens, run, weights
+from tests.engine.tiny import full_logits, make_engine, make_request, output_tokens, run, weights
 
-from dora.engine.engine import Engine
 from dora.engine.request import EngineError, Request, SamplingParams
 
 FILTERS: list[dict[str, Any]] = [
@@ -30,21 +30,7 @@ def letters(ids: Sequence[int] | NDArray[np.int32]) -> str:
     return "".join(chr(97 + i % 5) + chr(110 + i % 7) for i in ids)
 
 
-SETTINGS: dict[str, Any] = {"max_context": 96, "version_slots": 1, "kernels": "eager", "detokenize": letters}
-
-
-def make_text_engine(max_rows: int = 32, **settings: Any) -> Engine:
-    """An engine with a tokenizer."""
-    engine = Engine(TINY, max_rows=max_rows, **SETTINGS, **settings)
-    engine.load(0, weights())
-    return engine
-
-
-def add_text_engine(cluster: EngineCluster, name: str) -> None:
-    """Add an engine with a tokenizer whose requests can migrate."""
-    engine = Engine(TINY, max_rows=4, pool=cluster.pool_path(name), clock=lambda: cluster.now_s, **SETTINGS)
-    engine.load(0, weights())
-    cluster.engines[name] = engine
+make_text_engine = partial(make_engine, detokenize=letters)
 
 
 def sampled_request(number: int, **changes: Any) -> Request:
@@ -127,8 +113,8 @@ def test_stop_strings_need_an_engine_with_a_tokenizer() -> None:
 
 
 def test_a_migrated_request_keeps_filters_stop_strings_and_all_logprobs(cluster: EngineCluster) -> None:
-    for name in ("a", "b"):
-        add_text_engine(cluster, name)
+    for name in "ab":
+        cluster.add_engine(name, detokenize=letters)
     unstopped = run(make_text_engine(), [sampled_request(1, top_k=6, temperature=0.8)])[sampled_request(1).id]
     request = sampled_request(
         1, top_k=6, temperature=0.8, stop_strings=(letters(unstopped.token_ids[8:11])[1:],)
@@ -153,7 +139,7 @@ def test_a_migrated_request_keeps_filters_stop_strings_and_all_logprobs(cluster:
 def test_a_request_with_stop_strings_does_not_migrate_to_an_engine_without_tokenizer(
     cluster: EngineCluster,
 ) -> None:
-    add_text_engine(cluster, "a")
+    cluster.add_engine("a", detokenize=letters)
     cluster.add_engine("b")
     request = sampled_request(0, stop_strings=("zzz",))
     cluster.engines["a"].submit([request])

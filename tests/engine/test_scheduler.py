@@ -3,7 +3,7 @@ import pytest
 from dora.core.types import GroupId, RequestId
 from dora.engine.block_manager import BLOCK_SIZE, hash_seed
 from dora.engine.request import Request, SamplingParams, Sequence
-from dora.engine.scheduler import RequestStatus, Scheduler
+from dora.engine.scheduler import RequestStatus, Scheduler, SchedulerOutput
 
 MAX_ROWS, NUM_BLOCKS = 4, 12
 
@@ -40,13 +40,19 @@ def crowded(scheduler: Scheduler, *requests: Request) -> list[Sequence]:
     return sequences
 
 
+def prefilled(output: SchedulerOutput) -> list[tuple[int, int]]:
+    """Where each prefill starts and stops."""
+    return [(prefill.num_cached, len(prefill.token_ids)) for _, prefill in output.prefills]
+
+
 def test_siblings_share_full_prompt_blocks_and_copy_the_partial_one() -> None:
     scheduler = make_scheduler()
     for sibling in range(3):
         scheduler.add(make_request(0, sibling, (1,) * 40, 0, 5))
     output = scheduler.schedule()
-    assert [len(prefill.blocks) for prefill in output.prefills] == [3]
-    prompt = output.prefills[0].blocks
+    ((_, prefill),) = output.prefills
+    prompt = prefill.block_table
+    assert len(prompt) == 3
     assert [sequence.block_table[:2] for sequence in output.started] == [prompt[:2]] * 3
     assert output.copies == [(prompt[2], sequence.block_table[2]) for sequence in output.started]
     assert len({sequence.block_table[2] for sequence in output.started}) == 3
@@ -55,15 +61,15 @@ def test_siblings_share_full_prompt_blocks_and_copy_the_partial_one() -> None:
 def test_a_prompt_with_the_same_prefix_shares_the_cached_blocks() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request(0, 0, (1,) * 40, 0, 5))
-    first = scheduler.schedule().prefills[0]
+    ((_, first),) = scheduler.schedule().prefills
     scheduler.remove(RequestId(0, 0, 0))
     scheduler.check()
     for row, version in ((1, 0), (2, 1)):
         scheduler.add(make_request(row, 0, (1,) * 35, version, 5))
-    same, other = scheduler.schedule().prefills
-    assert (first.start, same.start, other.start) == (0, 2 * BLOCK_SIZE, 0)
-    assert same.blocks[:2] == first.blocks[:2]
-    assert not {*same.blocks} & {*other.blocks}
+    (_, same), (_, other) = scheduler.schedule().prefills
+    assert (first.num_cached, same.num_cached, other.num_cached) == (0, 2 * BLOCK_SIZE, 0)
+    assert same.block_table[:2] == first.block_table[:2]
+    assert not {*same.block_table} & {*other.block_table}
 
 
 def test_a_dropped_version_leaves_no_prompt_in_the_cache() -> None:
@@ -71,7 +77,7 @@ def test_a_dropped_version_leaves_no_prompt_in_the_cache() -> None:
     request = make_request(0, 0, (1,) * 40, 0, 5)
     for _ in range(2):
         scheduler.add(request)
-        assert scheduler.schedule().prefills[0].start == 0
+        assert prefilled(scheduler.schedule()) == [(0, 39)]
         scheduler.remove(request.id)
         scheduler.drop_version(0)
         scheduler.check()
@@ -123,12 +129,12 @@ def test_a_long_prompt_is_prefilled_in_several_steps_while_its_siblings_wait() -
         scheduler.add(request)
     for start in (0, 20):
         output = scheduler.schedule()
-        assert [(p.start, p.stop) for p in output.prefills] == [(start, start + 20)]
+        assert prefilled(output) == [(start, start + 20)]
         assert (output.started, scheduler.decode_order()) == ([], [other])
         assert [scheduler.status_of(s.id) for s in siblings] == [RequestStatus.PREFILL, RequestStatus.WAITING]
         scheduler.check()
     output = scheduler.schedule()
-    assert [(p.start, p.stop) for p in output.prefills] == [(40, 50)]
+    assert prefilled(output) == [(40, 50)]
     assert [sequence.request for sequence in output.started] == siblings
 
 
@@ -140,17 +146,17 @@ def test_a_partly_prefilled_prompt_is_continued_by_the_next_sibling() -> None:
     scheduler.schedule()
     scheduler.remove(RequestId(0, 1, 0))
     scheduler.check()
-    assert [(p.start, p.stop) for p in scheduler.schedule().prefills] == [(20, 40)]
+    assert prefilled(scheduler.schedule()) == [(20, 40)]
     scheduler.remove(RequestId(0, 1, 1))
     scheduler.check()
     scheduler.add(make_request(2, 0, (2,) * 51, 0, 5))
-    assert scheduler.schedule().prefills[0].start == 0, "an unfinished prompt is not in the prefix cache"
+    assert prefilled(scheduler.schedule())[0][0] == 0, "an unfinished prompt is not in the prefix cache"
 
 
 def test_several_prefill_budgets_are_spent_while_nothing_decodes() -> None:
     scheduler = make_scheduler(prefill_budget=20)
     scheduler.add(make_request(0, 0, (1,) * 101, 0, 5))
-    assert [(p.start, p.stop) for p in scheduler.schedule().prefills] == [(0, 100)]
+    assert prefilled(scheduler.schedule()) == [(0, 100)]
 
 
 def test_the_youngest_of_the_version_with_most_rows_is_preempted_and_never_the_oldest() -> None:

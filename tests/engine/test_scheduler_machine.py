@@ -163,7 +163,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         decoding = scheduler.decode_order()
         full = [s for s in decoding if self.lengths[s.request.id] > len(s.block_table) * BLOCK_SIZE]
         output = scheduler.schedule(dict.fromkeys(full, 1) | self.missing_blocks())
-        num_computed = sum(prefill.stop - prefill.start for prefill in output.prefills)
+        num_computed = sum(prefill.num_new for _, prefill in output.prefills)
         assert num_computed <= BUDGET * (1 if before else 8)
         if any(
             s.request.id not in scheduler.between_turns for s in output.swapped_out
@@ -207,11 +207,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         for sequence, num_cached in output.swapped_in:
             kept = self.host.pop(sequence.request.id)
             self.write(sequence.block_table, num_cached * BLOCK_SIZE, kept)
-        for prefill in output.prefills:
-            expected = kv(prefill.key.version, prefill.key.prompt_ids, None, len(prefill.key.prompt_ids))
-            assert self.read(prefill.blocks, prefill.start) == expected[: prefill.start]
-            assert prefill.start < prefill.stop
-            self.write(prefill.blocks, prefill.start, expected[: prefill.stop])
+        for version, prefill in output.prefills:
+            expected, start = kv(version, prefill.token_ids, None, len(prefill.token_ids)), prefill.num_cached
+            assert self.read(prefill.block_table, start) == expected[:start]
+            assert prefill.num_new > 0
+            self.write(prefill.block_table, start, expected)
         for source, target in output.copies:
             self.memory[target] = self.memory[source].copy()
         for sequence in output.started:

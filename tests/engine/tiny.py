@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -31,12 +33,10 @@ def weights(version: int = 0) -> Tensor:
     return initial_weights(TINY, seed=version, std=0.4)
 
 
-def make_engine(
-    kernels: str = "eager", max_rows: int = 32, num_versions: int = 1, num_blocks: int | None = None
-) -> Engine:
-    engine = Engine(
-        TINY, max_rows=max_rows, max_context=96, version_slots=2, kernels=kernels, num_blocks=num_blocks
-    )
+def make_engine(kernels: str = "eager", *, num_versions: int = 1, **settings: Any) -> Engine:
+    """An engine with the versions from 0 on, and room for every request at once."""
+    given = {"max_rows": 32, "max_context": 96, "version_slots": 2} | settings
+    engine = Engine(TINY, kernels=kernels, **given)
     for version in range(num_versions):
         engine.load(version, weights(version))
     return engine

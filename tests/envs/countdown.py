@@ -15,10 +15,7 @@ LIMITS = EpisodeLimits(max_prompt_length=8, max_turns=4, timeout_s=5.0)
 class Countdown(Environment):
     """Counts the row's number down; each action has reward 1, and some actions cause a failure."""
 
-    num_made = 0
-
     def __init__(self) -> None:
-        type(self).num_made += 1
         self.is_closed = False
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
@@ -37,8 +34,6 @@ class Countdown(Environment):
                 raise asyncio.CancelledError
             case "empty":
                 return Step("", 1.0, False)
-            case "long":
-                return Step("x" * 20, 1.0, False)
             case "nan":
                 return Step("0", float("nan"), False)
             case "pair":
@@ -50,6 +45,12 @@ class Countdown(Environment):
 
     def close(self) -> None:
         self.is_closed = True
+
+
+def add_to(made: list[Countdown]) -> Countdown:
+    """A new countdown, which is added to `made`."""
+    made.append(Countdown())
+    return made[-1]
 
 
 class StoredCountdown(Countdown):

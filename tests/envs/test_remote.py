@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from tests.envs.countdown import Countdown, StoredCountdown, run_ready_tasks
+from tests.envs.countdown import Countdown, StoredCountdown, add_to, run_ready_tasks
 
 from dora.envs import remote
 from dora.envs.base import Environment, Fault, Step
@@ -109,10 +109,6 @@ def test_an_error_on_the_host_is_raised_in_the_run() -> None:
 def test_each_connection_has_its_own_environment_which_is_closed_with_it() -> None:
     made: list[Countdown] = []
 
-    def make() -> Environment:
-        made.append(Countdown())
-        return made[-1]
-
     async def run(host: str) -> None:
         two = [connect([host]), connect([host])]
         for environment in two:
@@ -123,7 +119,7 @@ def test_each_connection_has_its_own_environment_which_is_closed_with_it() -> No
         assert [one.is_closed for one in made] == [True, False]
         two[1].close()
 
-    with_host(run, make)
+    with_host(run, lambda: add_to(made))
 
 
 def test_an_unreachable_host_is_skipped() -> None:
@@ -186,10 +182,6 @@ def test_an_environment_that_cannot_be_created_fails_with_its_error() -> None:
 def test_a_call_is_cancelled_when_the_run_disconnects() -> None:
     made: list[Countdown] = []
 
-    def make() -> Environment:
-        made.append(Countdown())
-        return made[-1]
-
     async def run(host: str) -> None:
         environment = connect([host])
         await environment.reset({"from": 2}, 0)
@@ -201,16 +193,12 @@ def test_a_call_is_cancelled_when_the_run_disconnects() -> None:
         assert [one.is_closed for one in made] == [True]
         assert not [task for task in asyncio.all_tasks() if "_serve_calls" in repr(task)]
 
-    with_host(run, make)
+    with_host(run, lambda: add_to(made))
 
 
 @pytest.mark.parametrize("token", ["", "another-token", TOKEN + " ", "é"])
 def test_a_wrong_auth_token_is_refused_before_an_environment_is_made(token: str) -> None:
     made: list[Countdown] = []
-
-    def make() -> Environment:
-        made.append(Countdown())
-        return made[-1]
 
     async def run(host: str) -> None:
         refused, accepted = connect([host], token=token), connect([host])
@@ -222,7 +210,7 @@ def test_a_wrong_auth_token_is_refused_before_an_environment_is_made(token: str)
             environment.close()
         await run_ready_tasks()
 
-    with_host(run, make)
+    with_host(run, lambda: add_to(made))
 
 
 def test_the_command_writes_a_token_that_only_its_owner_can_read(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ from tests.envs.countdown import (
     Countdown,
     RecordedRunner,
     StoredCountdown,
+    add_to,
     encode,
     run_episode,
     run_ready_tasks,
 )
 
-from dora.envs.base import Environment, Step
+from dora.envs.base import Step
 from dora.envs.runner import EnvDone, EnvFailure, EnvObservation, EnvReset, EnvRestored
 
 
@@ -92,14 +93,16 @@ def test_episodes_run_concurrently() -> None:
 
 
 def test_an_environment_is_reused_for_the_next_episode() -> None:
-    async def run() -> int:
-        runner, before = RecordedRunner(), Countdown.num_made
+    made: list[Countdown] = []
+
+    async def run() -> None:
+        runner = RecordedRunner(lambda: add_to(made))
         for episode in "abc":
             await runner.start(episode, 1)
             await runner.turn(episode)
-        return Countdown.num_made - before
 
-    assert asyncio.run(run()) == 1
+    asyncio.run(run())
+    assert len(made) == 1
 
 
 def test_an_episode_ends_after_max_turns() -> None:
@@ -170,12 +173,8 @@ def test_a_prompt_that_is_too_long_fails_its_episode() -> None:
 def test_an_environment_in_an_unknown_state_is_closed_and_not_reused() -> None:
     made: list[Countdown] = []
 
-    def make() -> Environment:
-        made.append(Countdown())
-        return made[-1]
-
     async def run() -> None:
-        runner = RecordedRunner(make)
+        runner = RecordedRunner(lambda: add_to(made))
         await runner.start("broken")
         await runner.turn("broken", "raise")
         await runner.start("cancelled")
@@ -214,13 +213,15 @@ def test_an_environment_that_cannot_be_closed_does_not_affect_other_episodes() -
 
 
 def test_an_episode_cancelled_before_its_start_makes_no_environment() -> None:
+    made: list[Countdown] = []
+
     async def run() -> None:
-        runner, before = RecordedRunner(), Countdown.num_made
+        runner = RecordedRunner(lambda: add_to(made))
         runner.runner.start("e", {"from": 1}, seed=0)
         runner.runner.cancel("e")
         await run_ready_tasks()
         runner.runner.submit_turn("e", encode("-"), 10)  # ignored
         runner.runner.cancel("e")
-        assert Countdown.num_made == before
 
     asyncio.run(run())
+    assert made == []

@@ -1,4 +1,4 @@
-"""Two recorded runs for read-only use; a test that changes one takes a copy."""
+"""Recorded runs for read-only use; a test that changes one takes a copy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.journal.recorded_runs import record_run, world_config
+from tests.journal.story import write_story
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +19,9 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run, stopped after 120 events."""
     return record_run(tmp_path_factory.mktemp("runs") / "stopped", world_config(), seed=0, max_events=120)
+
+
+@pytest.fixture(scope="session")
+def story_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The short run of `story`."""
+    return write_story(tmp_path_factory.mktemp("runs") / "story")

@@ -106,6 +106,11 @@ def record_run(folder: Path, config: WorldConfig, seed: int, max_events: int | N
     return folder
 
 
+def nth_of(records: list[Record], kind: str, nth: int = 0) -> Record:
+    """The nth record of a kind; -1 is the last."""
+    return [record for record in records if record["kind"] == kind][nth]
+
+
 def edited(run: Path, folder: Path, edit: Edit) -> Path:
     """A copy of a run with edited journal lines, renumbered, and with a new hash chain."""
     shutil.copytree(run, folder)

@@ -74,11 +74,7 @@ def test_a_torn_last_line_is_omitted_and_reported(
         (b'"digest"', b'"digits"', "published: field 'digest' is missing"),
         (b'"groups": [[', b'"groups": [[0, 0, ', "neither an event nor an action"),
         (b'"groups": [[', b'"groups": 3, "other": [[', "neither an event nor an action"),
-        (
-            b'"schema": 5',
-            b'"schema": 99',
-            "with journal schema 99",
-        ),
+        (b'"schema": 5', b'"schema": 99', "with journal schema 99"),
         (b'"num_prompts": 7', b'"num_prompts": "7"', "line 1: not the header of a journal: expected int"),
         (b'"num_prompts": 7', b'"num_prompts": 0', "num_prompts = 0 must be at least 1"),
         (b'"batch_size": 3', b'"batch_size": 0', "line 1: not the header of a journal: batch_size = 0"),

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 from tests.journal.recorded_runs import record_run
-from tests.journal.story import ABORTED, FIRST, REJECTED, SECOND, write_story
+from tests.journal.story import ABORTED, FIRST, REJECTED, SECOND
 
 from dora.core.events import RequestFinished
 from dora.core.types import RequestId
@@ -28,8 +28,8 @@ from dora.sim.random_config import draw_world_config
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> list[Span]:
-    return fold(read_journal(write_story(tmp_path_factory.mktemp("timeline") / "run")).lines)
+def story(story_run: Path) -> list[Span]:
+    return fold(read_journal(story_run).lines)
 
 
 def stays(spans: list[Span], request: RequestId) -> list[tuple[int, str]]:

@@ -13,7 +13,7 @@ from dora.core.events import EngineJoined, EngineLost, Event, OutputsLost, Reque
 from dora.core.types import Chunk, RequestId
 from dora.errors import InputError
 from dora.journal import why
-from dora.journal.reader import JournalLine, read_journal
+from dora.journal.reader import Journal, JournalLine, read_journal
 from dora.sim.random_config import draw_world_config
 
 HISTORY_OF_FIRST = """
@@ -40,27 +40,26 @@ trained in step 1
 """  # noqa: E501
 
 
-@pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_story(tmp_path_factory.mktemp("why") / "run")
+def history_in(journal: Journal, request: RequestId) -> why.History:
+    return why.request_histories(journal.lines, journal.limits.batch_size, [request])[request]
 
 
 def sentences(run: Path, request: RequestId) -> list[str]:
-    return [sentence for _, sentence in why.request_history(read_journal(run), request)]
+    return [sentence for _, sentence in history_in(read_journal(run), request)]
 
 
-def test_a_request_that_migrated_lists_all_its_migrations(story: Path) -> None:
-    assert sentences(story, FIRST) == HISTORY_OF_FIRST.strip().splitlines()
+def test_a_request_that_migrated_lists_all_its_migrations(story_run: Path) -> None:
+    assert sentences(story_run, FIRST) == HISTORY_OF_FIRST.strip().splitlines()
 
 
-def test_times_are_those_of_the_journal(story: Path) -> None:
-    times = [t_s for t_s, _ in why.request_history(read_journal(story), FIRST)]
+def test_times_are_those_of_the_journal(story_run: Path) -> None:
+    times = [t_s for t_s, _ in history_in(read_journal(story_run), FIRST)]
     assert times == sorted(times)
     assert times[0] == 0.8
 
 
-def test_a_lost_engine_is_named_as_the_reason_of_a_restart(story: Path) -> None:
-    history = sentences(story, SECOND)
+def test_a_lost_engine_is_named_as_the_reason_of_a_restart(story_run: Path) -> None:
+    history = sentences(story_run, SECOND)
     lost = history.index("engine 1 was lost (killed): the request restarts")
     assert history[lost + 1] == "placed on engine 2"
     assert history[-1] == "trained in step 1"
@@ -92,9 +91,12 @@ def test_a_request_with_kept_tokens_continues_unless_these_are_lost() -> None:
     ]
 
 
-def test_each_sibling_lists_the_end_of_its_failed_group(story: Path) -> None:
-    assert sentences(story, REJECTED)[-2:] == ["rejected by engine 0: too long", "its group failed: too long"]
-    assert sentences(story, ABORTED)[-3:] == [
+def test_each_sibling_lists_the_end_of_its_failed_group(story_run: Path) -> None:
+    assert sentences(story_run, REJECTED)[-2:] == [
+        "rejected by engine 0: too long",
+        "its group failed: too long",
+    ]
+    assert sentences(story_run, ABORTED)[-3:] == [
         "abort requested on engine 0: its group has failed",
         "its group failed: too long",
         "aborted on engine 0",
@@ -144,8 +146,8 @@ def test_the_last_sentence_of_an_unfinished_request_is_its_status(
     assert sentences(write_story(tmp_path / "run", num_events), FIRST)[-1] == status
 
 
-def test_a_group_is_printed_sibling_by_sibling(story: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert why.main(story, str(TRAINED)) == 0
+def test_a_group_is_printed_sibling_by_sibling(story_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert why.main(story_run, str(TRAINED)) == 0
     printed = capsys.readouterr().out
     assert [line for line in printed.splitlines() if line.startswith("request")] == [
         "request 0/4/0",
@@ -165,9 +167,9 @@ def test_a_group_is_printed_sibling_by_sibling(story: Path, capsys: pytest.Captu
         ("0/4/1/1", "must read epoch/row/sibling"),
     ],
 )
-def test_an_unknown_request_is_rejected(story: Path, name: str, complaint: str) -> None:
+def test_an_unknown_request_is_rejected(story_run: Path, name: str, complaint: str) -> None:
     with pytest.raises(InputError, match=complaint):
-        why.main(story, name)
+        why.main(story_run, name)
 
 
 @pytest.mark.parametrize("num_events", range(9, len(EVENTS)))
@@ -182,7 +184,7 @@ def test_every_request_of_a_simulated_run_has_a_history(tmp_path: Path, seed: in
     journal = read_journal(record_run(tmp_path / "run", draw_world_config(seed), seed, max_events=400))
     finished = {line.record.request for line in journal.lines if isinstance(line.record, RequestFinished)}
     for request in sorted(finished)[:50]:
-        history = [sentence for _, sentence in why.request_history(journal, request)]
+        history = [sentence for _, sentence in history_in(journal, request)]
         assert history[0].startswith("admitted at version ")
         assert history[1].startswith("placed on engine ")
         assert any(s.startswith(("finished on engine", "pending", "its group failed")) for s in history)

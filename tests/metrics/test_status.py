@@ -57,11 +57,7 @@ ENDED_S = time.time() - 1000.0  # long ago, when the file was written for the la
 CASES: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({}, "running", "running: training, 3 of 8 steps trained"),
     ({"idle_s": 61.0}, "stalled", "stalled: no progress for 61.0 s; training, 3 of 8"),
-    (
-        {"unix_s": time.time() - 2 * UNRESPONSIVE_S - 600},
-        "unresponsive",
-        "unresponsive: driver process ",
-    ),
+    ({"unix_s": time.time() - 2 * UNRESPONSIVE_S - 600}, "unresponsive", "unresponsive: driver process "),
     ({"created_s": 1.0}, "crashed", "has exited; training, 3 of 8 steps trained; dora train --resume "),
     ({"host": "elsewhere", "created_s": 1.0}, "running", "running: training"),
     (

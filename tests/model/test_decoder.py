@@ -11,6 +11,7 @@ from tests.model.families import (
     random_weights,
     transformers_model,
 )
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from dora.model.config import ModelConfig
@@ -29,27 +30,31 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }
 
 
+def check_logits(model: Any, config: ModelConfig, flat: Tensor, tokens: Tensor) -> Tensor:
+    """The weights have the logits of a transformers model. Returns these."""
+    with torch.no_grad():
+        expected: Tensor = model(tokens).logits
+    torch.testing.assert_close(compute_logits(config, flat, tokens), expected, atol=1e-5, rtol=0)
+    return expected
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_those_of_a_transformers_model(name: str, tmp_path: Path) -> None:
-    model, tokens = transformers_model(name), random_tokens(3, 40)
+    model = transformers_model(name)
     model.save_pretrained(tmp_path)
     config, flat = load_pretrained(tmp_path)
     assert config == CONFIGS[name]
-    with torch.no_grad():
-        expected = model(tokens).logits
-    torch.testing.assert_close(compute_logits(config, flat, tokens), expected, atol=1e-5, rtol=0)
+    check_logits(model, config, flat, random_tokens(3, 40))
 
 
 def test_a_mistral_without_a_sliding_window_is_a_llama(tmp_path: Path) -> None:
     mistral = {"model_type": "mistral", "sliding_window": None}
-    model, tokens = transformers_model("llama", mistral), random_tokens(3, 40)
+    model = transformers_model("llama", mistral)
     assert model.config.model_type == "mistral"
     model.save_pretrained(tmp_path)
     config, flat = load_pretrained(tmp_path)
     assert config == CONFIGS["llama"]
-    with torch.no_grad():
-        expected = model(tokens).logits
-    torch.testing.assert_close(compute_logits(config, flat, tokens), expected, atol=1e-5, rtol=0)
+    check_logits(model, config, flat, random_tokens(3, 40))
 
 
 @pytest.mark.parametrize("kind", SCALINGS)
@@ -57,22 +62,18 @@ def test_a_mistral_without_a_sliding_window_is_a_llama(tmp_path: Path) -> None:
 def test_logits_with_scaled_rope_equal_those_of_a_transformers_model(
     name: str, kind: str, tmp_path: Path
 ) -> None:
-    model, tokens = (
-        transformers_model(name, rope_type=kind, rope_theta=50.0, **SCALINGS[kind]),
-        random_tokens(2, 64),
-    )
+    model = transformers_model(name, rope_type=kind, rope_theta=50.0, **SCALINGS[kind])
+    tokens = random_tokens(2, 64)
     model.save_pretrained(tmp_path)
     config, flat = load_pretrained(tmp_path)
     assert config.rope_scaling is not None
-    with torch.no_grad():
-        expected, plain = model(tokens).logits, compute_logits(CONFIGS[name], flat, tokens)
-    torch.testing.assert_close(compute_logits(config, flat, tokens), expected, atol=1e-5, rtol=0)
-    assert float((plain - expected).abs().max()) > 0.01
+    expected = check_logits(model, config, flat, tokens)
+    assert float((compute_logits(CONFIGS[name], flat, tokens) - expected).abs().max()) > 0.01
 
 
 @pytest.mark.parametrize("config", [*CONFIGS.values(), SCALED_ROPE], ids=[*CONFIGS, "scaled RoPE"])
 def test_transformers_loads_a_saved_folder(config: ModelConfig, tmp_path: Path) -> None:
-    flat, tokens = random_weights(config), random_tokens(2, 60)
+    flat = random_weights(config)
     save_pretrained(tmp_path, config, flat)
     reloaded, loaded = load_pretrained(tmp_path)
     assert reloaded == config
@@ -80,9 +81,7 @@ def test_transformers_loads_a_saved_folder(config: ModelConfig, tmp_path: Path) 
     loaded_model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     model, report = loaded_model
     assert not any(report.values())
-    with torch.no_grad():
-        expected = model(tokens).logits
-    torch.testing.assert_close(compute_logits(config, flat, tokens), expected, atol=1e-5, rtol=0)
+    check_logits(model, config, flat, random_tokens(2, 60))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])

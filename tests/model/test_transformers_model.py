@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.model.test_pretrained import change_config
 from tests.model.transformers_families import FAMILIES, save_tiny
 
 from dora.core.types import GroupId, RequestId
@@ -68,16 +68,14 @@ def request(number: int, prompt: tuple[int, ...], sampling: SamplingParams) -> R
 def test_a_model_that_cannot_be_computed_is_rejected(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    path = save_tiny("mistral", tmp_path) / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    change_config(save_tiny("mistral", tmp_path), **changes)
     with pytest.raises(ModelError, match=message) as raised:
         load_config(tmp_path)
     assert "\n" not in str(raised.value)
 
 
 def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
-    path = save_tiny("mistral", tmp_path) / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3}))
+    change_config(save_tiny("mistral", tmp_path), num_hidden_layers=3)
     with pytest.raises(ModelError, match=r"does not fit config.json: .*model.layers.2"):
         load_pretrained(tmp_path)
 
@@ -85,8 +83,7 @@ def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
 def test_weights_of_other_shapes_are_named_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = save_tiny("mistral", tmp_path) / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 56}))
+    change_config(save_tiny("mistral", tmp_path), intermediate_size=56)
     with pytest.raises(ModelError, match=r"does not fit config.json: .*down_proj.*; save the model again"):
         load_pretrained(tmp_path)
     assert capfd.readouterr().err == ""
@@ -96,8 +93,7 @@ def test_weights_of_other_shapes_are_named_in_one_line(
 def test_a_vocabulary_larger_than_the_head_is_refused_before_weights_are_read(
     kind: str, tmp_path: Path
 ) -> None:
-    path = save_tiny(kind, tmp_path) / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 50}))
+    change_config(save_tiny(kind, tmp_path), vocab_size=50)
     with pytest.raises(ModelError, match=r"embed_tokens.weight has shape \(40, 32\), .* \(50, 32\)"):
         check_pretrained(tmp_path)
 
@@ -112,9 +108,8 @@ def test_servers_find_the_weights_of_versions_unless_transformers_stacks_experts
 
 def test_a_family_of_the_own_decoder_stays_with_it(tmp_path: Path) -> None:
     save_tiny("mistral", tmp_path)
-    path = tmp_path / "config.json"
     assert isinstance(load_config(tmp_path), TransformersConfig)
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": None}))
+    change_config(tmp_path, sliding_window=None)
     assert type(load_config(tmp_path)) is ModelConfig
 
 

@@ -71,9 +71,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def save_tiny(kind: str, folder: Path) -> Path:
-    """A folder with a random model of this model_type."""
+def save_tiny(kind: str, folder: Path, **changes: Any) -> Path:
+    """A folder with a random model of this model_type. `changes` are those of its `config.json`."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SHAPE, **FAMILIES[kind]}))
+    shape = {**SHAPE, **FAMILIES.get(kind, {}), **changes}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape))
     model.float().save_pretrained(folder)
     return folder

@@ -71,12 +71,11 @@ def simulated_lines(limits: Limits, costs: FittedCosts = COSTS, seed: int = 0) -
         version_slots=2,
     )
     lengths = LengthDistribution(800, 120.0, prompt=0, seed=seed)
-    sizes = (limits.batch_size, limits.group_size)
 
     def listen(now: float, record: Event | Action) -> None:
         lines.append((now, record))
 
-    Simulator(Orchestrator(limits), engines, costs, lengths, sizes, options, listen).run()
+    Simulator(Orchestrator(limits), engines, costs, lengths, limits, options, listen).run()
     return lines
 
 

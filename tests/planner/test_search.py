@@ -216,9 +216,7 @@ def test_a_repeated_policy_is_refused() -> None:
         app(["plan", "--policies", "dora,sync,dora"], standalone_mode=False)
 
 
-def test_prompts_of_a_trace_have_the_lengths_of_its_column(
-    tmp_path: Path,
-) -> None:
+def test_prompts_of_a_trace_have_the_lengths_of_its_column(tmp_path: Path) -> None:
     trace, path = tmp_path / "trace.csv", tmp_path / "run.json"
     trace.write_text("ContextTokens,GeneratedTokens\n3000,10\n")
     command = (

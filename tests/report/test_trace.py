@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.journal.recorded_runs import edited, record_run, world_config
-from tests.journal.story import FIRST, SECOND, write_story
+from tests.journal.story import FIRST, SECOND
 
 from dora.core.events import EngineJoined, RequestFinished
 from dora.core.types import Chunk, Limits
@@ -30,9 +30,8 @@ def trace_of(run: Path, out: Path) -> list[Event]:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
-    folder = tmp_path_factory.mktemp("trace")
-    return trace_of(write_story(folder / "run"), folder / "trace.json")
+def story(story_run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
+    return trace_of(story_run, tmp_path_factory.mktemp("trace") / "trace.json")
 
 
 def processes(events: list[Event]) -> dict[int, str]:
@@ -107,20 +106,14 @@ def test_a_request_has_a_slice_on_each_of_its_engines(story: list[Event]) -> Non
         engine: [(s["args"]["request"], s["args"]["end"]) for s in slices(story, engine, "requests")]
         for engine in ("engine 1", "engine 2")
     }
-    assert ends["engine 1"] == [
-        (str(FIRST), "migrated to engine 0"),
-        (str(SECOND), "engine lost: killed"),
-    ]
+    assert ends["engine 1"] == [(str(FIRST), "migrated to engine 0"), (str(SECOND), "engine lost: killed")]
     assert sorted(ends["engine 2"]) == [(str(FIRST), "stop"), (str(SECOND), "stop")]
 
 
 def test_failures_are_marked_where_they_happen(story: list[Event]) -> None:
     assert marks(story, "engine 1") == ["joined", "LOST: killed"]
     assert marks(story, "engine 0") == ["joined", "drain requested", "removed"]
-    assert marks(story, "trainer") == [
-        "STALL: step 1 waits for group 0/4",
-        "step 1 FAILED: out of memory",
-    ]
+    assert marks(story, "trainer") == ["STALL: step 1 waits for group 0/4", "step 1 FAILED: out of memory"]
     assert marks(story, "run") == ["group 0/2 failed: too long"]
     [failed, _] = slices(story, "engine 1", "migrations")
     assert failed["args"]["end"] == "failed: no free block"

@@ -19,10 +19,11 @@ ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
 SUMS = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 7\n", "output": "12"}]
 ADDS = ["assert add(1, 2) == 3", "assert add(5, 7) == 12"]
 
-pytestmark = pytest.mark.skipif(
+NEEDS_LINUX = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"),
     reason="needs Linux",
 )
+pytestmark = NEEDS_LINUX
 
 
 @pytest.fixture(scope="module")

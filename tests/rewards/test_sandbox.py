@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import signal
 import socket
 import subprocess
@@ -16,18 +15,14 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.rewards.test_code import ADD, NEEDS_LINUX
 
 from dora.errors import RewardError
 from dora.rewards.sandbox.runner import Sandbox, SandboxLimits
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 TIME, SHORT = SandboxLimits(5.0), SandboxLimits(0.3)
-ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
-
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"),
-    reason="needs Linux",
-)
+pytestmark = NEEDS_LINUX
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.runs.resumable import ResumableRun
 from tests.runtime.running import Run, undocumented
-from tests.runtime.tiny import write_task
+from tests.runtime.tiny import drop_engine_settings, write_task
 
 StartRun = Callable[..., Run]
 
@@ -22,10 +22,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def plain_task(tmp_path: Path) -> Path:
     """The tiny task without settings of DORA's own engine."""
-    path = write_task(tmp_path)
-    text = path.read_text().replace('kernels = "eager"\n', "").replace('min_step_time = "10ms"\n', "")
-    path.write_text(text)
-    return path
+    return drop_engine_settings(write_task(tmp_path))
 
 
 @pytest.fixture

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from tests.model.transformers_families import FAMILIES, SHAPE
-from tests.runtime.tiny import CHARACTERS, write_task
-from transformers import AutoConfig, AutoModelForCausalLM
+from tests.model.transformers_families import save_tiny
+from tests.runtime.tiny import CHARACTERS, drop_engine_settings, write_task
 
 FITTING: dict[str, Any] = {"engine__backend": "transformers", "orchestrator__placement": "static"}
 
@@ -18,13 +16,8 @@ def other_family_task(folder: Path, kind: str = "gemma3_text", **changes: Any) -
 
     `changes` are those of its `config.json`.
     """
-    path = write_task(folder)
-    text = path.read_text().replace('kernels = "eager"\n', "").replace('min_step_time = "10ms"\n', "")
-    path.write_text(text)
+    path = drop_engine_settings(write_task(folder))
     for old in (folder / "start").glob("model*"):
         old.unlink()
-    torch.manual_seed(0)
-    shape = {**SHAPE, **FAMILIES.get(kind, {}), **changes, "vocab_size": len(CHARACTERS) + 1}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape))
-    model.float().save_pretrained(folder / "start")
+    save_tiny(kind, folder / "start", **changes, vocab_size=len(CHARACTERS) + 1)
     return path

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+from rich.console import Console
 from tests.journal.recorded_runs import write_chained
-from tests.runtime.running import CommandResult, Run, dora, journal, metrics, summary, wait_until_gone
+from tests.runtime.running import CommandResult, Run, dora, journal, metrics, summary
 from tests.runtime.tiny import write_task
 
+from dora.errors import InputError
 from dora.journal.writer import file_digest
+from dora.runtime.run import resume
 from dora.trainer.checkpoint_folders import MANIFEST, write_manifest
 
 STEPS, BATCH_SIZE = 6, 2
@@ -67,10 +70,7 @@ class ResumableRun:
         """Kill the driver and its workers at once, after so many more lines of the journal."""
         num_before = len(journal(self.out))
         run.wait_until(lambda: len(journal(self.out)) >= num_before + num_lines, f"{num_lines} more lines")
-        workers = run.workers()
-        os.killpg(run.pid, signal.SIGKILL)
-        run.end()
-        assert wait_until_gone(workers) == []
+        run.kill()
 
     def kill_all(self) -> None:
         for run in self.runs:
@@ -83,6 +83,23 @@ class ResumableRun:
                 "select group_id, sibling, token_ids, reward, version, state, trained_step from samples"
             )
             return {(group, sibling): tuple(rest) for group, sibling, *rest in rows}
+
+
+def refusal(out: Path, *overrides: str) -> str:
+    """Why a run cannot be resumed; nothing is started."""
+    with pytest.raises(InputError) as refused:
+        resume(out, overrides, Console())
+    return str(refused.value)
+
+
+def check_same_tokens(run: ResumableRun, **changes: object) -> None:
+    """A run that nothing disturbs has the same tokens."""
+    undisturbed = ResumableRun(run.task, run.out.with_name("undisturbed"))
+    undisturbed.start(**changes).succeed()
+    found, expected = (
+        {key: tokens for key, (tokens, *_) in each.samples().items()} for each in (run, undisturbed)
+    )
+    assert found == expected
 
 
 def forge_manifest(checkpoint: Path) -> None:

@@ -37,6 +37,24 @@ class PrivateKV(Engine):
                          pace_s=0.01)
 """
 
+WRONG = """
+from dataclasses import replace
+from dora.engine.backends.transformers_engine import Transformers
+
+class Wrong(Transformers):
+    def step(self):
+        return [replace(each, unfiltered_logprobs=each.unfiltered_logprobs - 0.5) for each in super().step()]
+"""
+
+
+def test_a_run_warns_of_engines_that_compute_another_model(plain_task: Path, start_run: StartRun) -> None:
+    (plain_task.parent / "wrong.py").write_text(WRONG)
+    backend = f"{plain_task.parent / 'wrong.py'}:Wrong"
+    run = start_run(plain_task, engine__backend=backend, **FITTING | {"eval__num_prompts": 0})
+    ended = run.succeed()
+    warning = "log-probs of engines and trainer that differ by 0.5 in the mean"
+    assert (ended.out + ended.err).count(warning) == 1
+
 
 def test_the_guarantees_hold_with_other_backends_when_an_engine_crashes(
     plain_task: Path, start_run: StartRun

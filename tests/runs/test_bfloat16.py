@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.runtime.running import Run, journal, metrics, summary, wait_until_gone
+from tests.runtime.running import Run, journal, metrics, summary
 
 from dora.audit.logprob_recheck import check
 from dora.metrics.catalog import SECTIONS, MetricDoc, MetricSection
@@ -38,10 +36,7 @@ def out(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     runs = [Run(task, folder, **CHANGES)]  # type: ignore[arg-type]
     try:
         runs[0].wait_for_steps(3)
-        workers = runs[0].workers()
-        os.killpg(runs[0].pid, signal.SIGKILL)
-        runs[0].end()
-        assert wait_until_gone(workers) == []
+        runs[0].kill()
         runs.append(Run(None, folder))
         runs[1].succeed()
         yield folder

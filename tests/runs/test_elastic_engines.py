@@ -42,12 +42,11 @@ def test_an_engine_is_added_and_another_one_drained_during_a_run(start_run: Star
     stop(run)
     s = summary(run.out)
     assert (s["engine_failures"], s["regenerated_tokens"], s["reprefill_tokens"]) == (0, 0, 0)
-    assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
+    run.check_records()
     assert (engines_of(run, "engine_joined"), engines_of(run, "engine_removed")) == ([0, 1, 2], [0])
     assert "engine 2 joined" in run.end().out
     assert "engine 0 drained and removed" in run.end().out
     assert not (run.out / "control").exists()
-    assert dora("audit", run.out).code == dora("replay", run.out).code == 0
     ended = dora("engines", "list", run.out)
     assert (ended.code, ended.out) == (2, "")
     assert "is not a running run: it has ended" in ended.err

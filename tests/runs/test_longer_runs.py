@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
-from tests.runs.resumable import SLOW, STEPS, ResumableRun, check_finished
+from tests.runs.resumable import SLOW, STEPS, ResumableRun, check_finished, refusal
 from tests.runtime.running import dora, journal, metrics, summary
 
-from dora.errors import InputError
 from dora.report.data import run_data
-from dora.runtime.run import resume
 
 CONSTANT = {"trainer__lr_decay": "constant"}
 EVALUATED = {"eval__path": "gcd", "eval__num_prompts": 3, "eval__every": 2}
@@ -29,13 +26,6 @@ def digests(out: Path) -> dict[int, str]:
 def rates(out: Path) -> list[float]:
     """The learning rate of each step."""
     return [line["actor/lr"] for line in metrics(out) if "actor/lr" in line]
-
-
-def refusal(out: Path, *overrides: str) -> str:
-    """Why a run cannot be resumed; nothing is started."""
-    with pytest.raises(InputError) as refused:
-        resume(out, overrides, Console())
-    return str(refused.value)
 
 
 def test_a_finished_run_gets_more_steps(resumable: ResumableRun) -> None:

@@ -105,7 +105,6 @@ def test_all_linear_includes_the_dense_layers_beside_a_mixture() -> None:
         ),
         ({"sampling.stop_token_ids": "[1, 2, 3, 4, 5, 6, 7, 8]"}, "they are 9; engines support at most 8"),
         ({"engine.num_kv_blocks": 2}, "the longest sequence, 32 tokens, needs 3"),
-        ({"sampling.top_k": 1}, "sampling.top_k = 1 leaves one token to sample"),
     ],
 )
 def test_settings_that_do_not_fit_the_model_are_refused(

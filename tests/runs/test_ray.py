@@ -86,15 +86,6 @@ def drain(cluster: Any, node: Any) -> None:
     raylet.GcsClient(address=cluster.address).drain_node(node.node_id, 2, "preempted", until_ms)
 
 
-def check_records(run: Run) -> dict[str, Any]:
-    """The records hold the guarantees; returns the summary."""
-    audit, replay = dora("audit", run.out), dora("replay", run.out)
-    assert (audit.code, replay.code) == (0, 0), (audit, replay)
-    s = summary(run.out)
-    assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
-    return s
-
-
 def node_of(run: Run, name: str) -> str:
     """The node of a process; "" if it is the driver's."""
     return str(process_status(run, name).get("node", ""))
@@ -142,7 +133,8 @@ def test_a_run_starts_ray_on_loopback_and_replaces_a_hanging_engine_and_two_stor
     run.wait_for_steps(len(metrics(run.out)) + 2)
     check_ray_status(run, started)
     os.killpg(run.pid, signal.SIGTERM)
-    ended, s = run.end(), check_records(run)
+    ended, s = run.end(), summary(run.out)
+    run.check_records()
     assert (ended.code, s["stopped"], s["engine_failures"]) == (130, "SIGTERM", 1)
     assert s["trained_groups"] == 2 * s["steps"]
     assert "no heartbeat for more than runtime.heartbeat_timeout_s = 2 s" in ended.out
@@ -175,7 +167,8 @@ def test_engines_are_removed_and_added_with_the_nodes_of_the_cluster(start_run: 
     psutil.Process(fourth.all_processes["raylet"][0].process.pid).kill()
     run.wait_until(lambda: "engine_lost" in kinds(run, 3), "the loss of a node")
     os.kill(run.pid, signal.SIGTERM)
-    ended, s = run.end(), check_records(run)
+    ended, s = run.end(), summary(run.out)
+    run.check_records()
     assert (s["engine_failures"], s["reprefill_tokens"]) == (1, 0)
     assert f"node {third.node_id[:8]} is draining: removing engine {drained}" in ended.out
     assert "(raylet)" not in ended.out
@@ -199,7 +192,8 @@ def test_a_run_survives_its_trainer_and_is_resumed_after_its_driver_without_ray(
         resumed.succeed()
     finally:
         resumed.kill_all()
-    s = check_records(run)
+    run.check_records()
+    s = summary(run.out)
     assert (s["trained_groups"], s["pending_groups"]) == (24, 0)
 
 
@@ -218,7 +212,7 @@ def test_ranks_on_two_nodes_train_what_one_rank_trains(
     psutil.Process(process_status(run, "trainer rank 1")["pid"]).kill()
     run.succeed()
     assert "trainer lost (trainer rank 1 " in run.end().out
-    check_records(run)
+    run.check_records()
     single.succeed()
     found, expected = (load_checkpoint(each.out / "checkpoints" / "step-6")[1] for each in (run, single))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

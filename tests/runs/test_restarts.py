@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 from tests.runs.conftest import StartRun
-from tests.runtime.running import Run, dora, journal, metrics, summary, wait_until_gone
+from tests.runtime.running import Run, journal, metrics, summary, wait_until_gone
 
 from dora.runtime.process.supervisor import FIRST_DELAY_S
 
@@ -30,10 +30,7 @@ def stop(run: Run) -> str:
     os.kill(run.pid, signal.SIGTERM)
     ended = run.end()
     assert ended.code == 130, ended
-    audit, replay = dora("audit", run.out), dora("replay", run.out)
-    assert (audit.code, replay.code) == (0, 0), (audit, replay)
-    s = summary(run.out)
-    assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
+    run.check_records()
     return ended.out
 
 

@@ -11,21 +11,26 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-from rich.console import Console
 from tests.journal.recorded_runs import write_chained
-from tests.runs.resumable import SLOW, STEPS, ResumableRun, check_finished, check_redone, forge_manifest
+from tests.runs.resumable import (
+    SLOW,
+    STEPS,
+    ResumableRun,
+    check_finished,
+    check_redone,
+    check_same_tokens,
+    forge_manifest,
+    refusal,
+)
 from tests.runtime.running import dora, journal, metrics, summary
 from tests.runtime.tiny import MODEL, PROMPTS
 
 from dora.core.codec import SNAPSHOT_SCHEMA
 from dora.engine.messages import OutputPart
-from dora.errors import InputError
 from dora.model.pretrained import save_pretrained
 from dora.model.weights import initial_weights
 from dora.runtime.recovery.resume import read_recorded_journal
 from dora.runtime.rollout.partial_outputs import FILE_NAME, read_records
-from dora.runtime.run import resume
 
 
 def test_a_run_that_was_killed_three_times_finishes(resumable: ResumableRun) -> None:
@@ -63,7 +68,7 @@ def test_a_run_that_was_killed_three_times_finishes(resumable: ResumableRun) -> 
     check_redone(resumable.out)
 
 
-def test_restarted_requests_get_the_same_tokens(resumable: ResumableRun, task: Path) -> None:
+def test_restarted_requests_get_the_same_tokens(resumable: ResumableRun) -> None:
     """With one version only the seed can change them. The trainer accumulates what was committed before."""
     one = {"run__steps": 1, "trainer__batch_size": 6, "orchestrator__max_staleness": 0}
     run = resumable.start(**one, **SLOW, trainer__micro_batch_tokens=32, engine__max_num_seqs=2)
@@ -73,16 +78,10 @@ def test_restarted_requests_get_the_same_tokens(resumable: ResumableRun, task: P
     resumable.kill_after(run, 0)
     resumable.resume().succeed()
     assert metrics(resumable.out)[0]["actor/num_tokens_early"] > 0
-    undisturbed = ResumableRun(task, resumable.out.with_name("undisturbed"))
-    undisturbed.start(**one).succeed()
-    assert {k: row[0] for k, row in resumable.samples().items()} == {
-        k: row[0] for k, row in undisturbed.samples().items()
-    }
+    check_same_tokens(resumable, **one)
 
 
-def test_unfinished_outputs_continue_from_their_last_durable_token(
-    resumable: ResumableRun, task: Path
-) -> None:
+def test_unfinished_outputs_continue_from_their_last_durable_token(resumable: ResumableRun) -> None:
     """After SIGKILL of everything, the resumed run has the tokens that were durable as soon as it decodes."""
     one = {"run__steps": 1, "orchestrator__max_staleness": 0, "engine__num_engines": 1}
     run = resumable.start(**one, engine__min_step_time="400ms")
@@ -104,11 +103,7 @@ def test_unfinished_outputs_continue_from_their_last_durable_token(
     (resumed,) = (line for line in journal(resumable.out) if line["kind"] == "resumed")
     assert {tuple(request): num for request, num in resumed["kept_tokens"]}.items() >= kept.items()
     assert all(first[tuple(request)] >= num for request, num in kept.items())
-    undisturbed = ResumableRun(task, resumable.out.with_name("undisturbed"))
-    undisturbed.start(**one).succeed()
-    assert {k: row[0] for k, row in resumable.samples().items()} == {
-        k: row[0] for k, row in undisturbed.samples().items()
-    }
+    check_same_tokens(resumable, **one)
 
 
 def test_a_run_stopped_by_ctrl_c_resumes_where_it_was(resumable: ResumableRun) -> None:
@@ -145,13 +140,6 @@ def test_a_run_killed_before_training_starts_again(resumable: ResumableRun) -> N
     run.end()
     check_finished(resumable.out, resumable.resume().end())
     assert summary(resumable.out)["attempts"] == 1
-
-
-def refusal(folder: Path, *overrides: str) -> str:
-    """Why a run cannot be resumed; nothing is started."""
-    with pytest.raises(InputError) as refused:
-        resume(folder, overrides, Console())
-    return str(refused.value)
 
 
 def test_a_run_that_cannot_be_resumed_is_refused_and_left_unchanged(

@@ -92,7 +92,7 @@ def test_a_run_with_agents_survives_the_loss_of_an_agent_and_an_engine(start_run
     assert results["rewarded"] >= 6 * 2 * 2
     assert results["branches"] > 0
     audited = audit.check(run.out)
-    assert (audited.findings, audited.counts.branches > 0) == ((), True)
+    assert (audited.findings, audited.stored.num_branches > 0) == ((), True)
     rechecked = logprob_recheck.check(run.out, 1000)
     assert not rechecked.findings
     assert not (run.out / "service.json").exists()

@@ -12,7 +12,7 @@ from tests.model.vision_models import save_tiny_vision
 from tests.runs.conftest import StartRun
 from tests.runs.other_families import other_family_task
 from tests.runtime.running import metrics
-from tests.runtime.tiny import CHARACTERS, write_task
+from tests.runtime.tiny import CHARACTERS, drop_engine_settings, write_task
 from transformers import AutoModelForImageTextToText
 
 from dora.audit import audit, logprob_recheck
@@ -44,9 +44,7 @@ def vision_task(folder: Path, kind: str = "qwen3_vl") -> Path:
         rows.append({"prompt": "<image>colour:", "images": [f"{i}.png"], "colour": colour})
     rows.append({"prompt": "<image>or<image>:", "images": ["0.png", "1.png"], "colour": "red"})
     rows.append({"prompt": "10:", "images": [], "colour": None})
-    path = write_task(folder, REWARD, rows)
-    text = path.read_text().replace('kernels = "eager"\n', "").replace('min_step_time = "10ms"\n', "")
-    path.write_text(text)
+    path = drop_engine_settings(write_task(folder, REWARD, rows))
     start = folder / "start"
     for old in start.glob("model*"):
         old.unlink()

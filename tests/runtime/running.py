@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -109,6 +110,20 @@ class Run:
         audit = dora("audit", self.out, *options, timeout_s=timeout_s)
         assert audit.code == 0, audit
         return audit.out
+
+    def check_records(self) -> str:
+        """The output of `dora audit`. Audit and replay accept the journal, and the guarantees hold."""
+        replay, s = dora("replay", self.out), summary(self.out)
+        assert replay.code == 0, replay
+        assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
+        return self.audit()
+
+    def kill(self) -> None:
+        """Kill the driver and its workers at once, and wait for their end."""
+        workers = self.workers()
+        os.killpg(self.pid, signal.SIGKILL)
+        self.end()
+        assert wait_until_gone(workers) == []
 
     def kill_all(self) -> None:
         """End the run and all its processes, also after a failed test."""

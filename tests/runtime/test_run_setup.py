@@ -6,21 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.cli.test_main import exit_code
 from tests.runtime.running import settings
 from tests.runtime.tiny import CHARACTERS, write_task
 
-from dora.cli.main import main
 from dora.config.load import read_config
 from dora.runtime.run_setup import RunSetup
-
-
-def call(*arguments: str | Path) -> int:
-    """Exit code of a command."""
-    with pytest.raises(SystemExit) as exit_:
-        main([*map(str, arguments)])
-    assert isinstance(exit_.value.code, int)
-    return exit_.value.code
-
 
 BAD: dict[str, tuple[dict[str, object], str]] = {
     "a missing data file": ({"data.path": "nowhere.jsonl"}, "data.path = 'nowhere.jsonl'"),
@@ -30,25 +21,13 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "a missing model": ({"model.path": "nowhere"}, "model.path = 'nowhere'"),
     "a folder without a model": ({"model.path": "."}, "no config.json"),
     "an unknown key": ({"engine.colour": "red"}, "engine.colour: unknown key"),
-    "a misspelt key": ({"trainer.batchsize": 4}, "did you mean batch_size?"),
-    "an unknown section": ({"trainr.lr": 0.1}, "did you mean trainer?"),
-    "a value out of range": ({"trainer.lr": -1}, "trainer.lr = -1"),
-    "a value of another type": ({"run.steps": "many"}, "run.steps = 'many'"),
     "a response longer than the model": ({"sampling.max_response_length": 60}, "8 + 60 = 68 tokens"),
-    "a batch that holds no sample": ({"trainer.micro_batch_tokens": 31}, "8 + 24 = 32 tokens"),
-    "a group of one": ({"sampling.group_size": 1}, "sampling.group_size = 1"),
-    "slots without effect": ({"engine.version_slots": 4}, "2 + 1 versions"),
-    "a stale sync run": (
-        {"orchestrator.update_policy": "sync", "orchestrator.max_staleness": 1},
-        "orchestrator.max_staleness = 1",
-    ),
     "more versions than memory": (
         {"orchestrator.max_staleness": 10**9, "engine.version_slots": 2},
         "lower what takes most: ",
     ),
     "an evaluation of nothing": ({"eval.num_prompts": 3}, "eval.num_prompts is set"),
     "a missing reward file": ({"reward.function": "nowhere.py:reward"}, "'nowhere.py'"),
-    "a reward without a name": ({"reward.function": "task"}, "reward.function = 'task'"),
 }
 
 
@@ -66,7 +45,7 @@ def test_bad_input_is_refused(
     monkeypatch.chdir(task.parent)
     dry = ["--dry-run"] if mode == "for a dry run" else []
     out = tmp_path / "run"
-    assert call("train", task, "--out", out, *dry, *settings(changes)) == 2
+    assert exit_code("train", task, "--out", out, *dry, *settings(changes)) == 2
     err = capsys.readouterr().err
     assert expected in err
     assert "Traceback" not in err
@@ -77,9 +56,6 @@ def test_bad_input_is_refused(
     ("content", "expected"),
     [
         ("", "prompts.jsonl has no rows"),
-        ("\n", "prompts.jsonl, line 1: is empty"),
-        ("[]\n", "line 1: is a list"),
-        ('{"prompt": 7}\n', "prompt is a int"),
         ('{"prompt": ""}\n', "line 1: the prompt has 0 tokens; it needs at least one"),
         ('{"prompt": "?"}\n', "cannot tokenize the text"),
         (
@@ -94,13 +70,13 @@ def test_a_dataset_without_usable_prompts_is_refused(
 ) -> None:
     config = write_task(tmp_path)
     (tmp_path / "prompts.jsonl").write_text(content)
-    assert call("train", config, "--out", tmp_path / "run") == 2
+    assert exit_code("train", config, "--out", tmp_path / "run") == 2
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
 def test_a_missing_configuration_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("train", tmp_path / "nothing.toml", "--out", tmp_path / "run") == 2
+    assert exit_code("train", tmp_path / "nothing.toml", "--out", tmp_path / "run") == 2
     assert "nothing.toml does not exist" in capsys.readouterr().err
 
 
@@ -110,7 +86,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(
     config = write_task(tmp_path)
     path = tmp_path / "start" / "config.json"
     path.write_text(path.read_text().replace(f'"vocab_size": {len(CHARACTERS) + 1}', '"vocab_size": 16'))
-    assert call("train", config, "--out", tmp_path / "run") == 2
+    assert exit_code("train", config, "--out", tmp_path / "run") == 2
     assert "the model's vocab_size is 16" in capsys.readouterr().err
 
 
@@ -122,8 +98,6 @@ def test_a_tokenizer_larger_than_the_model_is_refused(
         ("generation_config.json", '{"eos_token_id": [1, 2, 3, 4, 5, 6, 7, 8, 9]}', "9 end tokens"),
         ("generation_config.json", '{"eos_token_id": [1, 99]}', "99 is an end token, and no token id"),
         ("config.json", "[]", "must contain a JSON object"),
-        ("config.json", "{", "config.json is not valid JSON"),
-        ("model.safetensors", "short", "model.safetensors cannot be read"),
     ],
 )
 def test_a_broken_model_folder_is_refused(
@@ -131,7 +105,7 @@ def test_a_broken_model_folder_is_refused(
 ) -> None:
     task = write_task(tmp_path)
     (tmp_path / "start" / name).write_text(content)
-    assert call("train", task, "--out", tmp_path / "run") == 2
+    assert exit_code("train", task, "--out", tmp_path / "run") == 2
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
@@ -142,7 +116,7 @@ def test_a_model_without_all_its_tensors_is_refused(
     task = write_task(tmp_path)
     path = tmp_path / "start" / "config.json"
     path.write_text(path.read_text().replace('"num_hidden_layers": 1', '"num_hidden_layers": 2'))
-    assert call("train", task, "--out", tmp_path / "run") == 2
+    assert exit_code("train", task, "--out", tmp_path / "run") == 2
     assert f"{tmp_path}/start: the checkpoint does not fit config.json: missing" in capsys.readouterr().err
 
 
@@ -154,7 +128,7 @@ def test_a_model_that_nothing_can_compute_is_refused_by_its_folder(
     task = write_task(tmp_path)
     path = tmp_path / "start" / "config.json"
     path.write_text(path.read_text().replace('"model_type": "qwen3"', change))
-    assert call("train", task, "--out", tmp_path / "run") == 2
+    assert exit_code("train", task, "--out", tmp_path / "run") == 2
     err = capsys.readouterr().err
     assert err.startswith(f"dora: {path}: ")
     assert ("use another model" if "superllm" in change else "the key 'model_type' is missing") in err
@@ -181,18 +155,18 @@ def test_a_column_that_a_row_lacks_is_refused_before_a_reward_needs_it(
     (tmp_path / "prompts.jsonl").write_text(prompts)
     (tmp_path / "held_out.jsonl").write_text(held_out)
     changes = settings({"eval.path": tmp_path / "held_out.jsonl", "eval.num_prompts": 2})
-    assert call("train", task, "--out", tmp_path / "run", *changes) == 2
+    assert exit_code("train", task, "--out", tmp_path / "run", *changes) == 2
     lacks = f"needs the column 'answer', which {tmp_path}/{where} lacks; add it there, or give the parameter"
     assert lacks in capsys.readouterr().err
     (tmp_path / "task.py").write_text(ANSWER.replace("answer,", "answer='7',"))
-    assert call("train", task, "--out", tmp_path / "run", "--dry-run", *changes) == 0
+    assert exit_code("train", task, "--out", tmp_path / "run", "--dry-run", *changes) == 0
 
 
 def test_a_folder_that_holds_a_run_is_not_changed(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "journal.jsonl").write_text("recorded")
-    assert call("train", task, "--out", tmp_path) == 2
+    assert exit_code("train", task, "--out", tmp_path) == 2
     assert f"already holds a run: resume it with --resume {tmp_path}" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["journal.jsonl"]
     assert (tmp_path / "journal.jsonl").read_text() == "recorded"
@@ -201,7 +175,7 @@ def test_a_folder_that_holds_a_run_is_not_changed(
 def test_a_dry_run_describes_the_run_and_writes_nothing(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call("train", task, "--out", tmp_path / "run", "--dry-run") == 0
+    assert exit_code("train", task, "--out", tmp_path / "run", "--dry-run") == 0
     printed = capsys.readouterr().out
     assert "(max_staleness + 1) x batch_size - slack = 6 groups" in printed
     assert "engines x max_num_seqs = 2 x 4 = 8\n" in printed
@@ -220,7 +194,7 @@ def test_the_default_run_folder_is_named_after_configuration_and_time(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").write_text("a file")
-    assert call("train", task) == 2
+    assert exit_code("train", task) == 2
     assert re.search(r"--out runs/task-\d{8}-\d{6} cannot be written", capsys.readouterr().err)
 
 
@@ -228,7 +202,7 @@ def test_a_reward_with_wrong_parameters_is_refused_before_anything_is_generated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_task(tmp_path, reward="def reward(answer):\n    return 1.0\n")
-    assert call("train", config, "--out", tmp_path / "run") == 2
+    assert exit_code("train", config, "--out", tmp_path / "run") == 2
     printed = capsys.readouterr().err
     assert "reward(answer) cannot be called with prompt, completion" in printed
     assert "def reward(prompt, completion, **row):" in printed
@@ -237,7 +211,7 @@ def test_a_reward_with_wrong_parameters_is_refused_before_anything_is_generated(
 
 def test_a_dry_run_calls_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_task(tmp_path, reward="def reward(prompt, completion):\n    return 'much'\n")
-    assert call("train", config, "--out", tmp_path / "run", "--dry-run") == 2
+    assert exit_code("train", config, "--out", tmp_path / "run", "--dry-run") == 2
     assert "returned 'much' (str); it must return a finite float" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
@@ -253,5 +227,5 @@ def test_a_batch_larger_than_the_dataset_is_noticed(batch_size: int, is_noticed:
 
 
 def test_a_dry_run_shows_the_notices(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("train", task, "--dry-run", "--set", "trainer.batch_size=8") == 0
+    assert exit_code("train", task, "--dry-run", "--set", "trainer.batch_size=8") == 0
     assert re.search(r"^notice +trainer.batch_size = 8 groups, and", capsys.readouterr().out, re.MULTILINE)

@@ -79,6 +79,13 @@ def write_task(folder: Path, reward: str = REWARD, prompts: Sequence[Mapping[str
     return path
 
 
+def drop_engine_settings(task: Path) -> Path:
+    """Remove the settings of DORA's own engine from the configuration of a task."""
+    text = task.read_text().replace('kernels = "eager"\n', "").replace('min_step_time = "10ms"\n', "")
+    task.write_text(text)
+    return task
+
+
 def completion_of(
     request: RequestId, token_ids: Sequence[int], logprobs: Sequence[float], chunks: tuple[Chunk, ...]
 ) -> Completion:

@@ -182,6 +182,19 @@ class FakeRun:
         """What the sessions have sent to the driver since the last call."""
         return [self.messages.get()[1] for _ in range(self.messages.qsize())]
 
+    def ask(self, path: str, body: object, turn: PolicyTurn | None, **headers: str) -> httpx.Response:
+        """Request a turn, which the model then generates, unless it is None or the request was refused."""
+
+        async def requests(http: httpx.AsyncClient) -> httpx.Response:
+            response = asyncio.ensure_future(http.post(path, json=body, headers=headers))
+            while self.messages.empty() and not response.done():
+                await asyncio.wait([response], timeout=0.001)
+            if turn is not None and not response.done():
+                self.finish_turn(turn)
+            return await response
+
+        return self.call_many(requests)
+
     def call(self, method: str, path: str, **options: Any) -> httpx.Response:
         """One HTTP request."""
         return self.call_many(lambda http: http.request(method, path, **options))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -40,43 +39,42 @@ CALL_TEXT = 'I add.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
 TOOL = {"role": "tool", "tool_call_id": "call_a-0-0", "content": "2"}
 
 
-def prepare(start: Path) -> None:
-    """A policy with a tokenizer for any text, and a chat template with tools."""
-    model = replace(MODEL, vocab_size=300, max_position_embeddings=1024)
-    save_pretrained(start, model, initial_weights(model, seed=0))
-    save_bpe_tokenizer(start, [CALL_TEXT] * 4, 300)
+def make_run(folder: Path, max_tokens: int = 400, **changes: object) -> FakeRun:
+    """An episode waits for an agent. A prompt may have `max_tokens`, and so may a response.
+
+    The policy has a tokenizer for any text, and a chat template with tools.
+    """
+
+    def prepare(start: Path) -> None:
+        model = replace(MODEL, vocab_size=300, max_position_embeddings=2 * max_tokens)
+        save_pretrained(start, model, initial_weights(model, seed=0))
+        save_bpe_tokenizer(start, [CALL_TEXT] * 4, 300)
+
+    run = FakeRun(
+        folder,
+        prepare,
+        service__agents="true",
+        data__chat_template="true",
+        data__max_prompt_length=max_tokens,
+        sampling__max_response_length=max_tokens,
+        **changes,
+    )
+    run.agents.start(EPISODE, version=4)
+    return run
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> FakeRun:
-    """An episode waits for an agent."""
-    run = FakeRun(
-        tmp_path,
-        prepare,
-        service__agents="true",
-        data__chat_template="true",
-        data__max_prompt_length="400",
-        sampling__max_response_length="400",
-    )
-    run.agents.start(EPISODE, version=4)
-    return run
+    return make_run(tmp_path)
 
 
 def ask(
     run: FakeRun, path: str, body: dict[str, Any], text: str | None, number: int = 0, end: Any = "stop"
 ) -> Any:
     """Request a turn; the model generates `text`, unless it is None."""
-
-    async def requests(http: Any) -> Any:
-        response = asyncio.ensure_future(http.post(path, json=body))
-        while run.messages.empty() and not response.done():
-            await asyncio.wait([response], timeout=0.001)
-        if text is not None and not response.done():
-            run.agents.on_turn(PolicyTurn(EPISODE, number, run.setup.tokenizer.encode(text), end, 200))
-            run.process()
-        return await response
-
-    return run.call_many(requests)
+    if text is None:
+        return run.ask(path, body, None)
+    return run.ask(path, body, PolicyTurn(EPISODE, number, run.setup.tokenizer.encode(text), end, 200))
 
 
 def text_of(run: FakeRun, ids: tuple[int, ...]) -> str:

@@ -21,7 +21,7 @@ from tests.service.test_agent_apis import (
     RESPONSES_TOOLS,
     TOOLS,
     USER,
-    prepare,
+    make_run,
 )
 
 from dora.runtime.rollout.episodes import EpisodeObservation, EpisodeReply, PolicyTurn
@@ -30,15 +30,7 @@ from dora.runtime.rollout.episodes import EpisodeObservation, EpisodeReply, Poli
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[FakeRun]:
     """A served run; an episode waits for an agent."""
-    run = FakeRun(
-        tmp_path,
-        prepare,
-        service__agents="true",
-        data__chat_template="true",
-        data__max_prompt_length="400",
-        sampling__max_response_length="400",
-    )
-    run.agents.start(EPISODE, version=4)
+    run = make_run(tmp_path)
     with serve(run):
         yield run
 

@@ -9,18 +9,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.runtime.tiny import MODEL
 from tests.service.fake_run import FakeRun, serve
-from tests.service.test_agent_apis import CALL_TEXT, EPISODE
+from tests.service.test_agent_apis import make_run
 from tests.service.test_agent_clients import address, model
 
-from dora.data.tokenizer import save_bpe_tokenizer
-from dora.model.pretrained import save_pretrained
-from dora.model.weights import initial_weights
 from dora.runtime.rollout.episodes import EpisodeBranched, EpisodeObservation, EpisodeStarted
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
@@ -30,26 +25,15 @@ MAX_TOKENS = 30_000  # of prompts with a vocabulary of letters
 pytestmark = pytest.mark.agents
 
 
-def prepare(start: Path) -> None:
-    config = replace(MODEL, vocab_size=300, max_position_embeddings=2 * MAX_TOKENS)
-    save_pretrained(start, config, initial_weights(config, seed=0))
-    save_bpe_tokenizer(start, [CALL_TEXT] * 4, 300)
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[FakeRun]:
     """A served run; an episode waits for an agent."""
-    run = FakeRun(
+    run = make_run(
         tmp_path,
-        prepare,
-        service__agents="true",
-        data__chat_template="true",
-        data__max_prompt_length=str(MAX_TOKENS),
-        sampling__max_response_length=str(MAX_TOKENS),
+        MAX_TOKENS,
         sampling__stop='["Observation:", "Calling tools:"]',  # those of smolagents, which always sends them
-        trainer__micro_batch_tokens=str(2 * MAX_TOKENS),
+        trainer__micro_batch_tokens=2 * MAX_TOKENS,
     )
-    run.agents.start(EPISODE, version=4)
     with serve(run):
         yield run
 

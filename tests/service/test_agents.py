@@ -38,10 +38,13 @@ def ids(run: FakeRun, text: str) -> tuple[int, ...]:
     return tuple(run.setup.tokenizer.encode(text))
 
 
-def generate(run: FakeRun, text: str, number: int = 0, num_left: int = 20, reason: str = "stop") -> None:
-    """The model generates a turn."""
-    run.agents.on_turn(PolicyTurn(EPISODE, number, [*ids(run, text)], reason, num_left))
-    run.process()
+def turn_of(run: FakeRun, text: str, number: int = 0, num_left: int = 20, reason: str = "stop") -> PolicyTurn:
+    return PolicyTurn(EPISODE, number, [*ids(run, text)], reason, num_left)
+
+
+def generate(run: FakeRun, text: str) -> None:
+    """The model generates the first turn."""
+    run.finish_turn(turn_of(run, text))
 
 
 def complete(run: FakeRun, messages: Sequence[Any], session: str = "a", **others: Any) -> Any:
@@ -51,16 +54,7 @@ def complete(run: FakeRun, messages: Sequence[Any], session: str = "a", **others
 
 def complete_with(run: FakeRun, messages: Sequence[Any], text: str, **turn: Any) -> Any:
     """Request a turn; the model generates `text`."""
-
-    async def requests(http: Any) -> Any:
-        body = {"messages": messages}
-        response = asyncio.ensure_future(http.post(CHAT, json=body, headers={"Dora-Session": "a"}))
-        while run.messages.empty() and not response.done():
-            await asyncio.wait([response], timeout=0.001)
-        generate(run, text, **turn)
-        return await response
-
-    return run.call_many(requests)
+    return run.ask(CHAT, {"messages": messages}, turn_of(run, text, **turn), **{"Dora-Session": "a"})
 
 
 def open_session(run: FakeRun) -> dict[str, Any]:
@@ -275,14 +269,7 @@ def test_text_completions_continue_the_sampled_tokens(run: FakeRun) -> None:
     run.agents.start(EPISODE, version=4)
 
     def complete_text(prompt: str, answer: str, number: int) -> Any:
-        async def requests(http: Any) -> Any:
-            response = asyncio.ensure_future(http.post("/s/a/v1/completions", json={"prompt": prompt}))
-            while run.messages.empty() and not response.done():
-                await asyncio.wait([response], timeout=0.001)
-            generate(run, answer, number=number)
-            return await response
-
-        return run.call_many(requests).json()
+        return run.ask("/s/a/v1/completions", {"prompt": prompt}, turn_of(run, answer, number)).json()
 
     first = complete_text("13:", "77", 0)
     assert (first["object"], first["choices"][0]["text"]) == ("text_completion", "77")
@@ -424,15 +411,7 @@ BY_URL = "/s/a/v1/chat/completions"
 
 def complete_by_url(run: FakeRun, messages: Sequence[Any], text: str, **turn: Any) -> Any:
     """Request a turn as a client that has only a base URL and an API key; the model generates `text`."""
-
-    async def requests(http: Any) -> Any:
-        response = asyncio.ensure_future(http.post(BY_URL, json={"messages": messages}))
-        while run.messages.empty() and not response.done():
-            await asyncio.wait([response], timeout=0.001)
-        generate(run, text, **turn)
-        return await response
-
-    return run.call_many(requests)
+    return run.ask(BY_URL, {"messages": messages}, turn_of(run, text, **turn))
 
 
 def test_a_client_with_only_a_base_url_and_a_key_runs_an_episode(run: FakeRun) -> None:

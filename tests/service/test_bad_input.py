@@ -28,7 +28,7 @@ from tests.service.test_agent_apis import (
     TOOLS,
     ask,
     chunks,
-    prepare,
+    make_run,
     text_of,
 )
 from tests.service.test_agent_clients import address
@@ -57,23 +57,12 @@ TIMEOUT_S = 60.0
 END = b"data: [DONE]\n\n"  # of a stream
 
 
-def make_run(folder: Path, **changes: object) -> FakeRun:
-    """An episode waits for an agent; bodies may be large."""
-    settings: dict[str, object] = {
-        "service__agents": "true",
-        "data__chat_template": "true",
-        "data__max_prompt_length": "400",
-        "sampling__max_response_length": "400",
-    }
-    run = FakeRun(folder, prepare, **(settings | changes))
-    run.app = make_app(run.requests, TOKEN, 2**24)
-    run.agents.start(EPISODE, version=4)
-    return run
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> FakeRun:
-    return make_run(tmp_path)
+    """An episode waits for an agent; bodies may be large."""
+    run = make_run(tmp_path)
+    run.app = make_app(run.requests, TOKEN, 2**24)
+    return run
 
 
 def body_of(api: str, history: list[Any], **more: Any) -> dict[str, Any]:
@@ -389,9 +378,8 @@ def test_a_client_that_reads_slowly_gets_the_whole_stream(
         wait_until(lambda: gateway.num_requests == 0)
 
 
-def test_sessions_whose_clients_vanish_end_and_leave_nothing(tmp_path: Path) -> None:
+def test_sessions_whose_clients_vanish_end_and_leave_nothing(run: FakeRun) -> None:
     """Some without a turn, some during one, some during its stream, some after it."""
-    run = make_run(tmp_path)
     run.agents.release(EPISODE)
     for i in range(NUM_VANISHING):
         run.agents.start(EpisodeId(RequestId(0, 3, i), i), version=4)

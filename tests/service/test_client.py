@@ -10,6 +10,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -102,20 +103,16 @@ def test_a_request_that_finds_nothing_is_retried_until_the_timeout(served: FakeR
 def test_progress_ends_with_the_summary_of_a_finished_run(tmp_path: Path) -> None:
     status = b'{"num_steps_trained": 1, "num_steps": 2}'
     head = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(status)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        thread = threading.Thread(target=respond, args=(server, [head + status]))
-        thread.start()
-        with Client(Address(url, TOKEN, retry_timeout_s=0.3, run=tmp_path)) as run:
-            progress = run.progress(interval_s=0.0)
-            assert next(progress)["num_steps_trained"] == 1
-            thread.join()
-            server.close()
-            (tmp_path / "summary.json").write_text('{"steps": 2}')
-            assert [status["num_steps_trained"] for status in progress] == [2]
-            (tmp_path / "summary.json").unlink()
-            with pytest.raises(ServiceError, match="has not responded for"):
-                next(run.progress())
+    with responding(head + status) as (url, _):
+        client = Client(Address(url, TOKEN, retry_timeout_s=0.3, run=tmp_path))
+        progress = client.progress(interval_s=0.0)
+        assert next(progress)["num_steps_trained"] == 1
+    with client as run:
+        (tmp_path / "summary.json").write_text('{"steps": 2}')
+        assert [status["num_steps_trained"] for status in progress] == [2]
+        (tmp_path / "summary.json").unlink()
+        with pytest.raises(ServiceError, match="has not responded for"):
+            next(run.progress())
 
 
 def ended_response(kind: str) -> bytes:
@@ -129,20 +126,15 @@ def test_progress_ends_with_what_the_service_says_of_the_end(kind: str) -> None:
     first = json_lines({"num_steps_trained": 1, "num_steps": 2}).replace(
         b"OK\r\n", b"OK\r\nconnection: close\r\n"
     )
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        thread = threading.Thread(target=respond, args=(server, [first, ended_response(kind)]))
-        thread.start()
-        with Client(Address(url, TOKEN)) as run:
-            progress = run.progress(interval_s=0.0)
-            assert next(progress)["num_steps_trained"] == 1
-            if kind == "finished":
-                assert [status["num_steps_trained"] for status in progress] == [2]
-            else:
-                with pytest.raises(ServiceError, match="how it ended") as error:
-                    next(progress)
-                assert (error.value.status, error.value.kind) == (410, f"run_{kind}")
-        thread.join()
+    with responding(first, ended_response(kind)) as (url, _), Client(Address(url, TOKEN)) as run:
+        progress = run.progress(interval_s=0.0)
+        assert next(progress)["num_steps_trained"] == 1
+        if kind == "finished":
+            assert [status["num_steps_trained"] for status in progress] == [2]
+        else:
+            with pytest.raises(ServiceError, match="how it ended") as error:
+                next(progress)
+            assert (error.value.status, error.value.kind) == (410, f"run_{kind}")
 
 
 def test_a_request_after_the_end_of_the_run_is_not_retried() -> None:
@@ -150,31 +142,38 @@ def test_a_request_after_the_end_of_the_run_is_not_retried() -> None:
     assert (result, len(requests)) == (410, 1)
 
 
-def respond(server: socket.socket, responses: list[bytes]) -> list[str]:
-    """Accept a connection for each response; an empty one closes it. Returns the request lines."""
-    requests = []
-    for response in responses:
-        connection, _ = server.accept()
-        with connection:
-            requests.append(connection.recv(10_000).partition(b"\r\n")[0].decode())
-            connection.sendall(response)
-    return requests
+@contextmanager
+def responding(*responses: bytes) -> Iterator[tuple[str, list[str]]]:
+    """The URL of a server, and its request lines.
+
+    It accepts a connection for each response, and closes one whose response is empty.
+    """
+    requests: list[str] = []
+
+    def respond() -> None:
+        with server:
+            for response in responses:
+                connection, _ = server.accept()
+                with connection:
+                    requests.append(connection.recv(10_000).partition(b"\r\n")[0].decode())
+                    connection.sendall(response)
+
+    server = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=respond)
+    thread.start()
+    yield f"http://127.0.0.1:{server.getsockname()[1]}", requests
+    thread.join()
 
 
 def call_with(responses: list[bytes], method: str, *arguments: object) -> tuple[object, list[str]]:
     """The result of a client's method at a server with these responses, and the request lines."""
-    requests: list[str] = []
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=lambda: requests.extend(respond(server, responses)))
-        thread.start()
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+    with responding(*responses) as (url, requests):
         try:
             with Client(Address(url, TOKEN, retry_timeout_s=10)) as run:
                 result: object = getattr(run, method)(*arguments)
                 result = list(result) if isinstance(result, Iterator) else result
         except ServiceError as error:
             result = error.status
-        thread.join()
     return result, requests
 
 

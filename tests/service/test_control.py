@@ -13,8 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.service.fake_run import RUN_END, FakeRun, disconnect_after, error_message
 
 from dora.core.events import Published
-from dora.errors import ConfigError
-from dora.runtime.control.requests import check_gateway
 from dora.runtime.executor import LiveRun, ProcessExecutor
 from dora.runtime.process import messages as m
 
@@ -176,12 +174,3 @@ def test_an_exception_of_a_request_does_not_reach_the_driver(run: FakeRun) -> No
     waiting.cancel()
     run.process()
     assert run.requests.submit(lambda context: context.now_s).result(0) == 12.0
-
-
-def test_a_run_that_needs_external_input_needs_a_gateway(run: FakeRun, tmp_path: Path) -> None:
-    check_gateway(run.setup.config, None)
-    with_agents = FakeRun(tmp_path / "agents", service__agents="true")
-    with pytest.raises(
-        ConfigError, match=r"service.agents = true: the run needs its service; start it with dora serve"
-    ):
-        check_gateway(with_agents.setup.config, None)

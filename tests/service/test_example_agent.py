@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from examples import external_agent
 from tests.service.fake_run import RUN_END, FakeRun, serve
 
 from dora.core.types import RequestId
@@ -23,7 +22,7 @@ from dora.runtime.rollout.episodes import (
     PolicyTurn,
 )
 
-SCRIPT = Path(__file__).parent.parent.parent / "examples" / "external_agent.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 EPISODE = EpisodeId(RequestId(0, 0, 0), 0)
 
 
@@ -35,20 +34,11 @@ def run(tmp_path: Path) -> Iterator[FakeRun]:
         yield run
 
 
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("external_agent", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def run_episode(run: FakeRun, *turns: str) -> tuple[list[EpisodeReply], str]:
     """The replies of the session, and the result of the agent, if the model generates these turns."""
-    script, results, replies = load_script(), list[str](), list[EpisodeReply]()
-    service = script.Service(run.setup.out)
-    agent = threading.Thread(target=lambda: results.append(script.run_episode(service)))
+    results, replies = list[str](), list[EpisodeReply]()
+    service = external_agent.Service(run.setup.out)
+    agent = threading.Thread(target=lambda: results.append(external_agent.run_episode(service)))
     run.agents.start(EPISODE, version=3)
     agent.start()
     for number, turn in enumerate(turns):
@@ -88,7 +78,6 @@ def test_the_question_is_repeated_once_after_a_wrong_answer(run: FakeRun) -> Non
 
 
 def test_the_agent_reports_why_an_episode_was_lost(run: FakeRun) -> None:
-    script = load_script()
     run.agents.start(EPISODE, version=0)
 
     def lose_episode() -> None:
@@ -98,33 +87,33 @@ def test_the_agent_reports_why_an_episode_was_lost(run: FakeRun) -> None:
 
     thread = threading.Thread(target=lose_episode)
     thread.start()
-    service = script.Service(run.setup.out)
-    result = script.run_episode(service)
+    service = external_agent.Service(run.setup.out)
+    result = external_agent.run_episode(service)
     thread.join()
     service.close()
     assert "its engine was lost" in result
 
 
 def test_the_agent_ends_with_the_run(run: FakeRun) -> None:
-    script = load_script()
-    service = script.Service(run.setup.out)
+    service = external_agent.Service(run.setup.out)
     (run.setup.out / "service.json").unlink()
-    with pytest.raises(script.RunIsOver):
+    with pytest.raises(external_agent.RunIsOver):
         service.request("GET", "/v1/status")
 
 
 def test_the_agent_ends_as_soon_as_the_service_says_that_the_run_has(run: FakeRun) -> None:
-    script = load_script()
-    service = script.Service(run.setup.out)
+    service = external_agent.Service(run.setup.out)
     run.app.run_end = RUN_END
     run.requests.close(RUN_END)
-    with pytest.raises(script.RunIsOver):
+    with pytest.raises(external_agent.RunIsOver):
         service.request("GET", "/v1/status")
     service.close()
 
 
-def test_the_agent_imports_nothing_of_dora() -> None:
-    nodes = [*ast.walk(ast.parse(SCRIPT.read_text(encoding="utf-8")))]
+@pytest.mark.parametrize("name", ["external_agent", "external_trainer"])
+def test_clients_of_the_examples_import_nothing_of_dora(name: str) -> None:
+    script = EXAMPLES / f"{name}.py"
+    nodes = [*ast.walk(ast.parse(script.read_text(encoding="utf-8")))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
     assert not {name for name in names if name.partition(".")[0] == "dora"}

@@ -83,13 +83,13 @@ class ExternalRun(FakeRun):
             sample = Trajectory(RequestId(*group, k), 0, "ab", [1], [2] * (k + 1), [-0.1] * (k + 1))
             self.stream.put(sample._replace(**changes))
 
-    def commit(self, *groups: GroupId, step: int = 0) -> None:
-        """Finish, score and commit groups."""
+    def commit(self, *groups: GroupId, **changes: Any) -> None:
+        """Finish, score and commit groups of the first step."""
         for group in groups:
-            self.finish(group)
+            self.finish(group, **changes)
             self.stream.score(group, [0.0, 1.0], [-1.0, 1.0])
             self.stream.flush()
-            self.trainer.send(m.AccumulateGroup(step, group))
+            self.trainer.send(m.AccumulateGroup(0, group))
 
     def make_due(self) -> None:
         """Complete the batch of the first step, which then waits for weights."""
@@ -181,10 +181,7 @@ def test_a_batch_request_ends_when_its_client_disconnects(run: ExternalRun) -> N
 
 def test_an_episode_has_one_log_prob_for_each_token(run: ExternalRun) -> None:
     turns: Any = {"token_ids": [2, 3, 4, 5], "logprobs": [-0.5, 0.0, 0.0, -0.25], "loss_mask": [1, 0, 0, 1]}
-    run.finish(GROUPS[0], **turns)
-    run.stream.score(GROUPS[0], [0.0, 1.0], [-1.0, 1.0])
-    run.stream.flush()
-    run.trainer.send(m.AccumulateGroup(0, GROUPS[0]))
+    run.commit(GROUPS[0], **turns)
     fields = {"fields": "token_ids,logprobs,loss_mask", "wait_s": 0}
     group, _ = json_lines(run.call("GET", "/v1/batches/0", params=fields))
     assert group["fields"] == {

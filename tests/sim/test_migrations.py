@@ -8,14 +8,7 @@ import pytest
 from tests.journal.recorded_runs import world_config
 
 from dora.core.actions import Abort, Generate, Load, Migrate
-from dora.core.events import (
-    EngineLost,
-    Event,
-    Migrated,
-    MigrationFailed,
-    RequestFinished,
-    RequestsAborted,
-)
+from dora.core.events import EngineLost, Event, Migrated, MigrationFailed, RequestFinished, RequestsAborted
 from dora.core.types import RequestId
 from dora.sim.ground_truth import Violation
 from dora.sim.random_config import FaultConfig

@@ -86,19 +86,6 @@ def test_metrics_of_a_streamed_step_are_those_of_the_whole_batch() -> None:
     assert trainer.finish_step() == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_a_discarded_batch_leaves_no_trace() -> None:
-    batch = stale(samples(24))
-    trainer = make_trainer(WITH_TERMS)
-    trainer.add_samples(batch)
-    trainer.accumulate()
-    trainer.discard_batch()
-    assert trainer.num_accumulated_tokens == 0
-    trainer.step(batch)
-    fresh = make_trainer(WITH_TERMS)
-    fresh.step(batch)
-    assert torch.equal(trainer.flat, fresh.flat)
-
-
 def test_a_failed_step_leaves_no_trace() -> None:
     trainer, fresh = make_trainer(SETTINGS), make_trainer(SETTINGS)
     with pytest.raises(RunError, match="grad_norm"):

@@ -56,8 +56,8 @@ def run_rank1(rendezvous_file: Path) -> None:
         if isinstance(received, tuple):
             config, settings = received
             rank = ShardedRank(group, config, settings, read_samples=read_samples)
-        elif (metrics := rank.execute(received)) is not None:
-            group.gather(metrics)
+        else:
+            received(rank)
 
 
 def shifted() -> list[Sample]:

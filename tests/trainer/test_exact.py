@@ -21,6 +21,18 @@ SETTINGS = TrainerSettings(
 CPU = torch.device("cpu")
 
 
+def samples(mode: tuple[str, str], staleness: int = 0) -> list[Sample]:
+    """Answers of an exact engine to the requests of version 0."""
+    requests = [one for one in make_requests() if one.version == 0]
+    answers = run(make_exact_engine(QWEN, mode), requests)
+    found = []
+    for i, one in enumerate(requests):
+        answer = answers[one.id]
+        ids, logprobs = answer.token_ids.tolist(), answer.logprobs.tolist()
+        found.append(Sample(one.prompt_ids, ids, logprobs, 1.0 - i % 3, staleness=staleness))
+    return found
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("token_budget", [60, 300])
 def test_packed_micro_batches_have_the_log_probs_of_the_engine(name: str, token_budget: int) -> None:
@@ -46,20 +58,11 @@ def test_packed_micro_batches_have_the_log_probs_of_the_engine(name: str, token_
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_on_policy_step_in_exact_mode_has_no_mismatch_and_learns(mode: tuple[str, str]) -> None:
-    requests = [one for one in make_requests() if one.version == 0]
-    answers = run(make_exact_engine(QWEN, mode), requests)
-    samples = [
-        Sample(
-            one.prompt_ids, answers[one.id].token_ids.tolist(), answers[one.id].logprobs.tolist(), 1.0 - i % 3
-        )
-        for i, one in enumerate(requests)
-    ]
-    flats = [random_weights(QWEN), random_weights(QWEN)]
-    trainers = [
-        Trainer(QWEN, flats[0], SETTINGS),
-        Trainer(QWEN, flats[1], SETTINGS, exact_logprobs=LogprobScorer(QWEN, 64, TEMPERATURE, *mode)),
-    ]
-    plain, exact = (trainer.step(samples) for trainer in trainers)
+    scorer = LogprobScorer(QWEN, 64, TEMPERATURE, *mode)
+    plain, exact = (
+        Trainer(QWEN, random_weights(QWEN), SETTINGS, exact_logprobs=own).step(samples(mode))
+        for own in (None, scorer)
+    )
     assert exact["mismatch/logprob_abs_diff_max"] == exact["actor/ppo_kl"] == exact["mismatch/kl"] == 0.0
     assert plain["mismatch/logprob_abs_diff_max"] > 0.0
     tolerance = 1e-4 if mode[1] == "float32" else 0.1
@@ -68,18 +71,6 @@ def test_an_on_policy_step_in_exact_mode_has_no_mismatch_and_learns(mode: tuple[
 
 def test_stale_samples_in_exact_mode_have_no_mismatch_under_their_own_weights() -> None:
     mode = ("auto", "float32")
-    requests = [one for one in make_requests() if one.version == 0]
-    answers = run(make_exact_engine(QWEN, mode), requests)
-    samples = [
-        Sample(
-            one.prompt_ids,
-            answers[one.id].token_ids.tolist(),
-            answers[one.id].logprobs.tolist(),
-            1.0,
-            staleness=2,
-        )
-        for one in requests
-    ]
     versions = {-2: random_weights(QWEN)}
     trainer = Trainer(
         QWEN,
@@ -88,7 +79,7 @@ def test_stale_samples_in_exact_mode_have_no_mismatch_under_their_own_weights() 
         exact_logprobs=LogprobScorer(QWEN, 64, TEMPERATURE, *mode),
         find_version=versions.get,
     )
-    metrics = trainer.step(samples)
+    metrics = trainer.step(samples(mode, staleness=2))
     assert metrics["mismatch/logprob_abs_diff_max"] == 0.0
     assert metrics["mismatch/num_tokens"] > 0
     assert metrics["actor/ppo_kl"] != 0.0

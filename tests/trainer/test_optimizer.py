@@ -25,7 +25,7 @@ def test_the_learning_rate_is_that_of_torchs_linear_schedules(decay: str) -> Non
     warm = LinearLR(sgd, start_factor=1 / (WARMUP + 1), total_iters=WARMUP)
     rest = LinearLR(sgd, 1.0, 0.0 if decay == "linear" else 1.0, total_iters=NUM_STEPS - WARMUP)
     schedule = SequentialLR(sgd, [warm, rest], milestones=[WARMUP])
-    for step in range(NUM_STEPS):
+    for step in range(NUM_STEPS + 1):
         rate = learning_rate(PEAK, step, WARMUP, NUM_STEPS, decay)
         assert rate == pytest.approx(schedule.get_last_lr()[0]), step
         sgd.step()

@@ -16,14 +16,11 @@ from tests.trainer.batches import (
     initial,
     relative_gap,
     samples,
-    with_nan,
     without_gradient,
 )
 
-from dora.errors import RunError
 from dora.model.weights import WeightLayout, initial_weights
 from dora.trainer.metrics import ages_to_check
-from dora.trainer.optimizer import learning_rate
 from dora.trainer.packing import TokenIds, pack
 from dora.trainer.policy import Policy
 from dora.trainer.recipe import LossAggMode
@@ -92,14 +89,6 @@ def test_a_sample_of_advantage_zero_counts_in_the_denominators_alone() -> None:
     torch.testing.assert_close(gradient(batch, SETTINGS), gradient(kept, SETTINGS) * fraction)
     metrics = Trainer(TINY, initial(), SETTINGS).step(batch)
     assert metrics["actor/num_tokens"] == sum(len(s.token_ids) for s in kept)
-
-
-def test_a_first_batch_without_advantages_leaves_the_weights_unchanged() -> None:
-    flat = initial()
-    metrics = Trainer(TINY, flat, SETTINGS).step(without_gradient(samples()))
-    assert metrics["actor/grad_norm"] == 0.0
-    assert "actor/entropy" not in metrics
-    assert torch.equal(flat, initial())
 
 
 def test_a_step_updates_the_given_flat_buffer() -> None:
@@ -184,6 +173,8 @@ def test_older_weights_are_compared_in_a_few_steps_on_a_gpu() -> None:
 def test_a_batch_without_gradient_has_a_mismatch_too() -> None:
     trainer = Trainer(TINY, initial(), SETTINGS, find_version=lambda version: initial())
     metrics = trainer.step(without_gradient(samples()))
+    assert metrics["actor/grad_norm"] == 0.0
+    assert "actor/entropy" not in metrics
     assert metrics["mismatch/num_tokens"] >= 1
     assert metrics["mismatch/logprob_abs_diff_max"] < 1e-5
 
@@ -207,16 +198,3 @@ def test_the_kl_term_pulls_the_policy_to_the_reference() -> None:
     for _ in range(3):
         after = trainer.step(batch)["actor/kl_loss"]
     assert 0.0 < after < before
-
-
-def test_a_gradient_that_is_not_finite_raises_and_leaves_the_weights_unchanged() -> None:
-    flat = initial()
-    with pytest.raises(RunError, match="grad_norm"):
-        Trainer(TINY, flat, SETTINGS).step(with_nan(samples()))
-    assert torch.equal(flat, initial())
-
-
-def test_the_learning_rate_warms_up_and_then_decays_to_zero() -> None:
-    rates = [learning_rate(1.0, step, warmup_steps=3, num_steps=7, decay="linear") for step in range(8)]
-    assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25, 0.0])
-    assert learning_rate(1.0, 6, warmup_steps=3, num_steps=7, decay="constant") == 1.0

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from dora.model.config import ModelConfig
 from dora.model.pretrained import load_pretrained, save_pretrained
 from dora.model.weights import WeightLayout
 from dora.trainer.critic import Critic, CriticSettings, initial_critic_weights, value_layout
@@ -66,6 +67,17 @@ def samples(model: PreTrainedModel) -> list[Sample]:
     return batch
 
 
+def check_gradient(trainer: Trainer, model: nn.Module, config: ModelConfig) -> set[str]:
+    """The first step had the gradient of the model. Returns the names of the parameters that have one."""
+    own = WeightLayout(config).views(first_moment(trainer) / (1.0 - SETTINGS.betas[0]))
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    largest = max(float(x.abs().max()) for x in expected.values())
+    errors = {name: float((own[name] - x).abs().max()) / largest for name, x in expected.items()}
+    assert max(errors.values()) < TOLERANCE, max(errors.items(), key=lambda item: item[1])
+    assert all(not view.any() for name, view in own.items() if name not in expected)
+    return {*expected}
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_gradient_of_a_step_is_that_of_transformers_per_sequence(
     folder: Path, *, checkpointing: bool
@@ -75,17 +87,11 @@ def test_the_gradient_of_a_step_is_that_of_transformers_per_sequence(
     config, flat = load_pretrained(folder)
     trainer = Trainer(config, flat, replace(SETTINGS, activation_checkpointing=checkpointing))
     trainer.step(batch)
-    gradient = first_moment(trainer) / (1.0 - SETTINGS.betas[0])
 
     num_tokens = sum(len(s.token_ids) for s in batch)
     for sample in batch:
         (-sample.advantages[0] * sequence_logprobs(model, sample).sum() / num_tokens).backward()
-    own = WeightLayout(config).views(gradient)
-    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    largest = max(float(x.abs().max()) for x in expected.values())
-    errors = {name: float((own[name] - x).abs().max()) / largest for name, x in expected.items()}
-    assert max(errors.values()) < TOLERANCE, max(errors.items(), key=lambda item: item[1])
-    assert all(not view.any() for name, view in own.items() if name not in expected)
+    check_gradient(trainer, model, config)
 
 
 def test_checkpointed_layers_are_computed_again_in_the_backward_pass(tmp_path: Path) -> None:

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dora.atomic_file import write_text_atomically
-from dora.audit.files import CHECKPOINTS, SUMMARY_FILE, FileAudit
+from dora.audit.files import CHECKPOINTS, FileAudit
 from dora.audit.guarantees import GuaranteeAudit
 from dora.audit.samples import SampleAudit
 from dora.config.load import read_run_config
 from dora.config.schema import Config
 from dora.core.events import RequestFinished
 from dora.errors import DamagedRunError
-from dora.journal.reader import JOURNAL_FILE, SAMPLES_FILE, read_journal, read_samples
+from dora.journal.reader import JOURNAL_FILE, SAMPLES_FILE, SUMMARY_FILE, Journal, read_journal, read_samples
 from dora.journal.writer import seal
 from dora.text import plural
 from dora.trainer.checkpoint_folders import checkpoint_folders
@@ -26,43 +26,20 @@ MAX_PRINTED = 5  # findings per guarantee
 
 
 @dataclass(frozen=True, slots=True)
-class AuditCounts:
-    """The numbers of audited items; groups unless a comment names another item."""
-
-    trajectories: int  # finished requests
-    versions: int  # that sampled them
-    admitted: int
-    trained: int
-    filtered: int
-    failed: int
-    pending: int
-    staleness: tuple[int, int] | None  # minimum and maximum over the groups in batches; None without any
-    max_staleness: int  # the bound
-    lines: int  # of the journal
-    files: int  # that have the digest in the journal
-    samples: int
-    prefilled_tokens: int = 0  # recomputed because their request migrated without KV
-    losses: int = 0  # of an engine, or of the whole run
-    kept_tokens: int = 0  # of the requests that lost their engine, which continued after them
-    lost_tokens: int = 0  # of these requests, reported and generated again
-    restarted: int = 0  # of these requests: all of their reported tokens are generated again
-    branches: int = 0  # of episodes whose history was changed
-    segmented: int | None = None  # trajectories of several versions; None: the policy promises C1
-
-
-@dataclass(frozen=True, slots=True)
 class AuditResult:
     """The verdict; each finding is a sentence that starts with the guarantee it breaks, or with FILES."""
 
     findings: tuple[str, ...]
-    counts: AuditCounts
-    is_torn: bool  # the journal's last line was cut off and not audited
-    notes: tuple[str, ...] = ()  # sentences about what could not be checked, or what deserves a look
+    notes: tuple[str, ...]  # sentences about what could not be checked, or what deserves a look
+    journal: Journal
+    guarantees: GuaranteeAudit
+    files: FileAudit
+    stored: SampleAudit
 
     @property
     def c1(self) -> bool:
         """False for an update policy that does not promise C1, even without findings."""
-        return self.counts.segmented is None and not self.findings_against("C1")
+        return not self.journal.limits.breaks_c1 and not self.findings_against("C1")
 
     @property
     def c2(self) -> bool:
@@ -84,11 +61,11 @@ def main(run: Path) -> int:
     except DamagedRunError as error:
         print(f"{FILES} VIOLATED  {error}; nothing else can be checked")
         return 1
-    if result.is_torn:
+    if result.journal.is_torn:
         print("the journal's last line was cut off and is not audited")
-    for guarantee, description in describe(result.counts).items():
+    for guarantee, description in describe(result).items():
         findings = result.findings_against(guarantee)
-        is_waived = guarantee == "C1" and result.counts.segmented is not None
+        is_waived = guarantee == "C1" and result.journal.limits.breaks_c1
         verdict = "VIOLATED" if findings else "waived" if is_waived else "ok"
         print(f"{guarantee} {verdict}  {description}")
         for finding in findings[:MAX_PRINTED]:
@@ -118,35 +95,12 @@ def check(run: Path) -> AuditResult:
         stored.observe(line.record)
     guarantees.close()
     stored.close(run, is_sealed=journal.is_sealed)
-    versions, groups = guarantees.versions, guarantees.groups
-    staleness = groups.staleness
-    counts = AuditCounts(
-        trajectories=versions.num_trajectories,
-        versions=len(versions.versions),
-        admitted=groups.num_admitted,
-        trained=groups.outcomes["trained"],
-        filtered=groups.outcomes["filtered"],
-        failed=groups.outcomes["failed"],
-        pending=groups.outcomes["pending"],
-        staleness=(min(staleness), max(staleness)) if staleness else None,
-        max_staleness=journal.limits.max_staleness,
-        lines=len(journal.lines),
-        files=files.num_files,
-        samples=stored.num_samples,
-        prefilled_tokens=versions.num_prefilled,
-        losses=versions.num_losses,
-        kept_tokens=versions.num_kept_tokens,
-        lost_tokens=versions.num_lost_tokens,
-        restarted=versions.num_restarted,
-        branches=stored.num_branches,
-        segmented=versions.num_segmented if journal.limits.breaks_c1 else None,
-    )
     findings = (
         *sorted(guarantees.findings, key=lambda finding: finding[:2]),
         *(f"{FILES}: {sentence}" for sentence in (*files.findings, *stored.findings)),
     )
-    notes = (*files.notes, *stored.notes, *versions.notes)
-    return AuditResult(findings, counts, journal.is_torn, notes)
+    notes = (*files.notes, *stored.notes, *guarantees.versions.notes)
+    return AuditResult(findings, notes, journal, guarantees, files, stored)
 
 
 def _read_config(run: Path) -> Config | None:
@@ -170,32 +124,36 @@ def _vocab_size(run: Path, config: Config | None) -> int | None:
     return None
 
 
-def describe(counts: AuditCounts) -> dict[str, str]:
+def describe(result: AuditResult) -> dict[str, str]:
     """What was audited for each guarantee, in numbers."""
+    versions, groups, stored = result.guarantees.versions, result.guarantees.groups, result.stored
+    limits, ages = result.journal.limits, groups.staleness
     outcomes = " + ".join(
-        f"{getattr(counts, outcome):,} {outcome}" for outcome in ("trained", "filtered", "failed", "pending")
+        f"{groups.outcomes[outcome]:,} {outcome}" for outcome in ("trained", "filtered", "failed", "pending")
     )
-    staleness = "{}..{}".format(*counts.staleness) if counts.staleness else "of no batch yet"
+    staleness = f"{min(ages)}..{max(ages)}" if ages else "of no batch yet"
     sampled = "each from the weights of one version"
-    if counts.segmented is not None:
-        sampled = f"{counts.segmented:,} of them from several versions, as the update policy allows"
-    if counts.prefilled_tokens:
-        sampled += f", {plural(counts.prefilled_tokens, 'token')} re-prefilled in migrations"
-    if counts.losses:
+    if limits.breaks_c1:
+        sampled = f"{versions.num_segmented:,} of them from several versions, as the update policy allows"
+    if versions.num_prefilled:
+        sampled += f", {plural(versions.num_prefilled, 'token')} re-prefilled in migrations"
+    if versions.num_losses:
         sampled += (
-            f"; engines were lost {plural(counts.losses, 'time')}: {plural(counts.kept_tokens, 'token')} of "
-            f"their requests kept, {counts.lost_tokens:,} of the reported ones lost, "
-            f"{plural(counts.restarted, 'request')} restarted from the prompt"
+            f"; engines were lost {plural(versions.num_losses, 'time')}: "
+            f"{plural(versions.num_kept_tokens, 'token')} of their requests kept, "
+            f"{versions.num_lost_tokens:,} of the reported ones lost, "
+            f"{plural(versions.num_restarted, 'request')} restarted from the prompt"
         )
-    if counts.branches:
-        sampled += f", branches of changed histories: {counts.branches:,}"
-    responses, versions = plural(counts.trajectories, "response"), plural(counts.versions, "version")
+    if stored.num_branches:
+        sampled += f", branches of changed histories: {stored.num_branches:,}"
+    responses = plural(versions.num_trajectories, "response")
+    lines, samples = plural(len(result.journal.lines), "line"), plural(stored.num_samples, "sample")
     return {
-        "C1": f"{responses}, {versions}, {sampled}",
-        "C2": f"{plural(counts.admitted, 'group')} admitted = {outcomes}",
-        "C3": f"staleness {staleness}, bound {counts.max_staleness}",
-        FILES: f"{plural(counts.lines, 'line')}, {plural(counts.samples, 'sample')} and "
-        f"{plural(counts.files, 'file')} compared with the journal's digests",
+        "C1": f"{responses}, {plural(len(versions.versions), 'version')}, {sampled}",
+        "C2": f"{plural(groups.num_admitted, 'group')} admitted = {outcomes}",
+        "C3": f"staleness {staleness}, bound {limits.max_staleness}",
+        FILES: f"{lines}, {samples} and {plural(result.files.num_files, 'file')} compared with the journal's "
+        "digests",
     }
 
 

@@ -1,8 +1,8 @@
 """The files of a run against the digests in its journal: which were changed since they were written.
 
 The journal's lines form a hash chain; its header has the digest of `config.toml`, its `files` lines those of
-checkpoints, and its seal those of all files at the end of the run. Whoever changes a file and
-computes all digests again is not found: compare the seal, which `dora audit` prints, with a copy of it.
+checkpoints, and its seal those of all files at the end of the run. A change of a file is not
+found if all digests are computed again: compare the seal, which `dora audit` prints, with a copy of it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from dora.journal.reader import CONFIG_FILE, Journal, JournalLine
+from dora.journal.reader import CONFIG_FILE, SUMMARY_FILE, Journal, JournalLine
 from dora.journal.writer import file_digest
 from dora.text import plural
 from dora.trainer.checkpoint_folders import MANIFEST, checkpoint_folders, find_damage
 
 CHECKPOINTS = "checkpoints"
-SUMMARY_FILE = "summary.json"
 
 
 class FileAudit:

@@ -379,8 +379,8 @@ class LogprobRecomputer:
             return "has no valid loss mask"
         if self.config.trainer.routing_replay:
             num_chosen = len(self._model.moe_layers) * self._model.num_experts_per_tok
-            chosen = np.asarray(response.routes)
-            if len(chosen) != (len(ids) - 1) * num_chosen or not np.isin(chosen, self._experts).all():
+            chosen, experts = np.asarray(response.routes), range(self._model.num_experts)
+            if len(chosen) != (len(ids) - 1) * num_chosen or not np.isin(chosen, experts).all():
                 return "has routes to experts that do not exist"
         return ""
 
@@ -402,10 +402,6 @@ class LogprobRecomputer:
                 route = replay_routes(self._model, batch, [routes])
             with torch.no_grad():
                 yield policy.logprobs(batch, route)[0]
-
-    @property
-    def _experts(self) -> range:
-        return range(self._model.num_experts)
 
     def _scorer(self, temperature: float) -> LogprobScorer:
         if temperature not in self._scorers:

@@ -178,7 +178,7 @@ class SampleAudit:
         )
 
     def _check_branches(self, name: str, row: AuditedSample) -> None:
-        """Each branch has a sampled token, and starts anew where another sequence of the sample goes on."""
+        """Each branch has a sampled token, and starts where another sequence of the sample continues."""
         if row.branches is None:
             return
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 
 from dora.data.chat import ChatTemplate, PromptEncoder
@@ -64,7 +63,7 @@ def run_sft(
     budget = max(MICRO_BATCH_TOKENS, longest)
     before = mean_loss(config, flat, held_out, budget)
     num_steps = max(1, round(num_epochs * len(training) / batch_size))
-    batches = islice(shuffled_batches(training, batch_size, seed), num_steps)
+    batches = shuffled_batches(training, batch_size, seed)
     losses = train_sft(config, flat, batches, num_steps, lr, warmup_steps, budget)
     for step, loss in enumerate(losses, start=1):
         if step * NUM_REPORTS % num_steps < NUM_REPORTS or step == 1:

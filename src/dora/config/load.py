@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from dora.config.aliases import find_trainer_alias, removed_keys, renamed_keys, renamed_tables
+from dora.config.aliases import REMOVED_KEYS, RENAMED_KEYS, RENAMED_TABLES, find_trainer_alias
 from dora.config.hub import RepoType, commit_of, fetch, missing_snapshot_hint
 from dora.config.schema import (
     LIST_SECTIONS,
@@ -208,7 +208,7 @@ def _check_old_names(tables: Mapping[str, Any]) -> None:
 
 
 def _old_names(section: str, given: Any) -> Iterator[str]:
-    new_section = renamed_tables().get(section, section)
+    new_section = RENAMED_TABLES.get(section, section)
     if isinstance(given, list):
         if new_section != section:
             yield f"[[{section}]] was renamed: use [[{new_section}]]"
@@ -226,8 +226,8 @@ def _old_keys(old_prefix: str, new_prefix: str, section: str, table: Mapping[str
     for typed in table:
         name, _, key = typed.rpartition(".")  # an override of a missing table is a key "NAME.key"
         full, old = f"{section}.{key}", f"{old_prefix}.{typed}"
-        new = renamed_keys().get(full, full).removeprefix(f"{section}.")
-        if full in removed_keys():
+        new = RENAMED_KEYS.get(full, full).removeprefix(f"{section}.")
+        if full in REMOVED_KEYS:
             yield f"{old} was removed: delete it"
         elif new != key or (name and old_prefix != new_prefix):
             yield f"{old} was renamed: use {new_prefix}.{name + '.' if name else ''}{new}"

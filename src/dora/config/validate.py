@@ -5,6 +5,7 @@ A broken rule raises ConfigError with the keys, their values, the rule and the r
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from dora.config.schema import BREAKS_C1, FIXED_STALENESS, Config, EvalSourceSection, SourceSection
@@ -380,12 +381,11 @@ def _check_kv_transfer(config: Config) -> None:
 def _check_ranks(config: Config) -> None:
     """Several trainer ranks support the configured features, and each rank has a sample."""
     ranks, num_samples = f"trainer.num_ranks = {config.trainer.num_ranks}", config.samples_per_step
-    conflicts = {
-        "engine.exact_logprobs = true: exact log-probs need unsharded weights": config.engine.exact_logprobs,
-    }
-    if config.trainer.num_ranks > 1:
-        for conflict in _true_keys(conflicts):
-            raise ConfigError(f"{ranks} with {conflict}; remove one of the two")
+    if config.trainer.num_ranks > 1 and config.engine.exact_logprobs:
+        raise ConfigError(
+            f"{ranks} with engine.exact_logprobs = true: exact log-probs need unsharded weights; remove one "
+            "of the two"
+        )
     if config.trainer.num_ranks > num_samples:
         raise ConfigError(
             f"{ranks}: a step has batch_size * group_size = {num_samples} samples, and every rank needs one; "
@@ -541,15 +541,13 @@ def _check_micro_batches(config: Config) -> None:
 def _check_effect(config: Config) -> None:
     """Every key that was set has an effect."""
     for section, reasons in keys_without_effect(config).items():
-        if not reasons:
-            continue
         for key in sorted(getattr(config, section).model_fields_set & reasons.keys()):
             raise ConfigError(f"{section}.{key} has no effect {reasons[key]}; remove it")
 
 
 def keys_without_effect(config: Config) -> dict[str, dict[str, str]]:
-    """Section -> key -> why it has no effect in this configuration, for every section."""
-    unused: dict[str, dict[str, str]] = {section: {} for section in type(config).model_fields}
+    """Section -> key -> why it has no effect in this configuration."""
+    unused: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for rules in (
         _unused_for_prompts,
         _unused_for_rewards,

@@ -23,6 +23,7 @@ from urllib.parse import quote
 
 from dora.auth_token import new_auth_token, read_auth_token
 from dora.errors import InputError
+from dora.journal.reader import SUMMARY_FILE
 from dora.report.data import RunReader
 from dora.report.page import render_page, render_payload
 
@@ -40,7 +41,6 @@ HEADERS = {
 }
 POLL_S = 1.0  # minimum time between two reads of the files
 MAX_CPU_FRACTION = 0.1  # of one core, for reading
-SUMMARY_FILE = "summary.json"  # present once a run has finished; a resume removes it
 
 
 def main(runs: Sequence[Path], port: int, token_file: Path | None = None) -> None:

@@ -474,24 +474,21 @@ def read_rows(path: Path, split: str | None = None, subset: str | None = None) -
 
 
 def _read_jsonl(path: Path) -> list[Any]:
-    return list(_json_lines(path))
-
-
-def _json_lines(path: Path) -> Iterator[Any]:
-    number = 0
+    rows, number = [], 0
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if not text.strip():
                     raise DataError(f"{path}, line {number}: is empty; every line must hold one JSON object")
-                yield json.loads(text)
+                rows.append(json.loads(text))
     except json.JSONDecodeError as error:
         raise DataError(
             f"{path}, line {number}: is not JSON ({error}); every line must hold one object"
         ) from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}, line {number}: {not_utf8(error)}") from error
+    return rows
 
 
 def _read_parquet(path: Path) -> list[Any]:

@@ -21,8 +21,8 @@ from dora.engine.block_manager import num_blocks_for
 from dora.engine.kernels import Linear, choose_kernels
 from dora.engine.kernels.sampler import Int64s, logprobs_of
 from dora.engine.kernels.workspace import ForwardBatch, Workspace
-from dora.engine.request import EngineError
-from dora.engine.runner import ModelRunner, PrefillInput
+from dora.engine.request import EngineError, PrefillInput
+from dora.engine.runner import ModelRunner
 from dora.model.config import ModelConfig
 from dora.model.moe import RecordingRouter, expert_weights, mix_experts
 from dora.model.weights import initial_weights

@@ -27,7 +27,8 @@ from dora.engine.kernels.workspace import (
     ForwardBatch,
     Workspace,
 )
-from dora.engine.runner import ModelRunner, PrefillInput, prefill_inputs
+from dora.engine.request import PrefillInput
+from dora.engine.runner import ModelRunner, prefill_inputs
 
 _BUCKET = (MAX_PADDING + 1) // 2  # rows of the only version; smaller batches have powers of two
 MAX_GRAPHS = 48  # kept; each holds some megabytes of the device

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,14 @@ from dora.engine.messages import (
 from dora.engine.request import (
     Completion,
     EngineError,
-    PromptKey,
+    PrefillInput,
     Request,
     SamplingParams,
     Sequence,
     check_observation,
 )
-from dora.engine.runner import ModelRunner, PrefillInput
-from dora.engine.scheduler import PrefillChunk, RequestStatus, Scheduler, SchedulerOutput
+from dora.engine.runner import ModelRunner
+from dora.engine.scheduler import RequestStatus, Scheduler, SchedulerOutput
 from dora.model.config import ModelConfig
 from dora.model.weights import copy_with_digest
 
@@ -289,7 +290,7 @@ class Engine:
         self._slot_weights_ids[slot] = self._batch.weights_id(version, digest)
         self._scheduler.add_version(version, hash_seed(self._model_digest, digest))
         if self._inflight_update is not None:
-            self._continue_with(version)
+            self._continue_with_newest()
         return digest
 
     def drop(self, version: int) -> None:
@@ -461,10 +462,8 @@ class Engine:
 
     def _prefill_imported(self, sequence: Sequence, num_cached_tokens: int) -> None:
         """Compute the KV of a sequence, without its first `num_cached_tokens` tokens and its next input."""
-        slot = self._loaded[sequence.request.version].slot
-        stop = self._batch.num_computed_tokens(sequence)
-        tokens = self._tokens(sequence)[:stop]
-        self._runner.prefill(slot, [PrefillInput(tokens, num_cached_tokens, sequence.block_table)])
+        version, chunk = self._chunk(sequence, num_cached_tokens, self._batch.num_computed_tokens(sequence))
+        self._runner.prefill(self._loaded[version].slot, [chunk])
 
     def _kv_format(self, version: int) -> KVFormat:
         shape = tuple(self._workspace.kv.shape[1:])
@@ -478,8 +477,8 @@ class Engine:
             return request
         return replace(request, version=max((request.version, *self._loaded)))
 
-    def _continue_with(self, version: int) -> None:
-        """Continue all unfinished requests with a version that has just become active."""
+    def _continue_with_newest(self) -> None:
+        """Continue all unfinished requests with the newest version, which has just become active."""
         self._runner.discard_step()  # it uses the old weights
         self._decoding = []
         self._batch.set_active([])
@@ -567,7 +566,7 @@ class Engine:
         else:
             self.swapped_bytes += self._kv_cache.swap_out(sequence)
 
-    def _recompute(self, sequence: Sequence, num_cached: int) -> PrefillChunk:
+    def _recompute(self, sequence: Sequence, num_cached: int) -> tuple[int, PrefillInput]:
         """What to compute of a sequence without KV, whose first `num_cached` blocks are there."""
         start, stop = num_cached * BLOCK_SIZE, self._batch.num_computed_tokens(sequence)
         self.num_recomputed += stop - start
@@ -584,7 +583,7 @@ class Engine:
                 num_tokens = self._batch.num_computed_tokens(sequence) + len(chunk) + 1
                 yield sequence, chunk, num_blocks_for(num_tokens) - len(sequence.block_table)
 
-    def _append_observation(self, sequence: Sequence, chunk: list[int]) -> PrefillChunk:
+    def _append_observation(self, sequence: Sequence, chunk: list[int]) -> tuple[int, PrefillInput]:
         """Append tokens to the output; returns what to prefill. The last token is a decode input."""
         request, start = sequence.request, self._batch.num_computed_tokens(sequence)
         weights_id = self._slot_weights_ids[self._loaded[request.version].slot]
@@ -592,23 +591,18 @@ class Engine:
         self._scheduler.consume_observation(request.id, len(chunk))
         return self._chunk(sequence, start, start + len(chunk))
 
-    def _chunk(self, sequence: Sequence, start: int, stop: int) -> PrefillChunk:
-        """A part of a sequence's own prompt and output, to prefill."""
-        request = sequence.request
-        key = PromptKey(request.group, request.version, self._tokens(sequence))
-        return PrefillChunk(key, sequence.block_table, start, stop)
-
-    def _tokens(self, sequence: Sequence) -> tuple[int, ...]:
-        """Prompt and output of a sequence."""
+    def _chunk(self, sequence: Sequence, start: int, stop: int) -> tuple[int, PrefillInput]:
+        """Tokens `start` to `stop` of a sequence's prompt and output, to prefill with its version."""
         output = self._batch.partial_output(sequence)
-        return (*sequence.request.prompt_ids, *output.token_ids.tolist())
+        tokens = (*sequence.request.prompt_ids, *output.token_ids.tolist())[:stop]
+        return sequence.request.version, PrefillInput(tokens, start, sequence.block_table)
 
     def _prefill(self, scheduled: SchedulerOutput) -> None:
         """Compute the scheduled chunks, and add the sequences that start to decode to the batch."""
-        by_version = sorted(scheduled.prefills, key=lambda chunk: chunk.key.version)
-        for version, chunks in groupby(by_version, key=lambda chunk: chunk.key.version):
-            inputs = [PrefillInput(c.key.prompt_ids[: c.stop], c.start, c.blocks) for c in chunks]
-            self.num_prefilled += self._runner.prefill(self._loaded[version].slot, inputs)
+        by_version = sorted(scheduled.prefills, key=itemgetter(0))
+        for version, chunks in groupby(by_version, key=itemgetter(0)):
+            slot, inputs = self._loaded[version].slot, [chunk for _, chunk in chunks]
+            self.num_prefilled += self._runner.prefill(slot, inputs)
         self._runner.copy_blocks(scheduled.copies)
         for sequence in scheduled.started:
             self._kv_cache.add(sequence)

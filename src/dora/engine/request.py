@@ -114,6 +114,26 @@ class Sequence:
     seq_id: int
 
 
+@dataclass(frozen=True)
+class PrefillInput:
+    """Tokens whose KV belongs in `block_table`; that of the first `num_cached` is there before, or an earlier
+    input of the same step computes it.
+    """
+
+    token_ids: tuple[int, ...]
+    num_cached: int
+    block_table: list[int]
+
+    @property
+    def num_new(self) -> int:
+        return len(self.token_ids) - self.num_cached
+
+    @property
+    def num_reads(self) -> int:
+        """Tokens that the new ones attend to, summed over these."""
+        return self.num_new * (self.num_cached + len(self.token_ids) + 1) // 2
+
+
 @dataclass(frozen=True, eq=False)
 class Completion:
     """A finished output. Its columns may be given as any sequences; they become arrays. Completions are equal
@@ -122,7 +142,7 @@ class Completion:
     `logprobs` are those of the distribution that the tokens were sampled from (greedy: at temperature 1).
     `unfiltered_logprobs` are at the same temperature, before any filter: a trainer that applies no filters
     compares its own with these. `raw_logprobs` are the model's, at temperature 1. Observation tokens of an
-    episode have log-probs of NaN. A column of log-probs that nobody needs is empty. `chunks` are runs of
+    episode have log-probs of NaN. A column of log-probs that is not needed is empty. `chunks` are runs of
     tokens with the weights that decoded them. `routes` [prompt and output tokens - 1, MoE layers, k] are the
     experts of each token, if the engine returns them. `branches` are those of an episode, which the driver
     joins from several requests.

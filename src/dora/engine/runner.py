@@ -21,6 +21,7 @@ from dora.engine.block_manager import BLOCK_SIZE
 from dora.engine.kernels import Kernels, Linear, choose_kernels
 from dora.engine.kernels.sampler import Int64s, SamplerOutput, SamplingMetadata, sample
 from dora.engine.kernels.workspace import ForwardBatch, Workspace
+from dora.engine.request import PrefillInput
 from dora.model.attention import varlen_attention, varlen_layout
 from dora.model.config import ModelConfig
 from dora.model.decoder import forward
@@ -30,24 +31,6 @@ from dora.model.weights import WeightLayout
 
 _PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}  # per forward pass; longer ones overflow a CPU's cache
 _QUERY_TILE = 64  # queries of a prompt per tile of `causal_attention`
-
-
-@dataclass(frozen=True)
-class PrefillInput:
-    """Tokens whose KV belongs in `block_table`; the KV of the first `num_cached` is there."""
-
-    token_ids: tuple[int, ...]
-    num_cached: int
-    block_table: list[int]
-
-    @property
-    def num_new(self) -> int:
-        return len(self.token_ids) - self.num_cached
-
-    @property
-    def num_reads(self) -> int:
-        """Tokens that the new ones attend to, summed over these."""
-        return self.num_new * (self.num_cached + len(self.token_ids) + 1) // 2
 
 
 class ModelRunner:

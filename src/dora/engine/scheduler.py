@@ -22,7 +22,7 @@ from itertools import chain, count
 
 from dora.core.types import RequestId
 from dora.engine.block_manager import BLOCK_SIZE, BlockManager, block_hashes, num_blocks_for
-from dora.engine.request import PromptKey, Request, Sequence
+from dora.engine.request import PrefillInput, PromptKey, Request, Sequence
 
 _IDLE_BUDGETS = 8  # prefill budgets spent per step while no sequence runs
 _GROWTH_BLOCKS = 4  # allocated at a time while many are free: neighbours are copied in one go
@@ -40,19 +40,6 @@ class RequestStatus(Enum):
     ABSENT = auto()  # unknown, finished, aborted or migrated away
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """Compute the KV of prompt tokens `start` to `stop` into `blocks`.
-
-    The KV of the tokens before is there, or an earlier chunk of the same output computes it.
-    """
-
-    key: PromptKey
-    blocks: list[int]
-    start: int
-    stop: int
-
-
 @dataclass(slots=True)
 class SchedulerOutput:
     """What the engine does before the next decode step, in this order."""
@@ -61,7 +48,7 @@ class SchedulerOutput:
     grown: list[Sequence] = field(default_factory=list)  # their block tables are longer
     swapped_in: list[tuple[Sequence, int]] = field(default_factory=list)  # and cached leading blocks
     recomputed: list[tuple[Sequence, int]] = field(default_factory=list)  # of these, those without KV
-    prefills: list[PrefillChunk] = field(default_factory=list)
+    prefills: list[tuple[int, PrefillInput]] = field(default_factory=list)  # with their versions
     copies: list[tuple[int, int]] = field(default_factory=list)  # of whole blocks, (from, to)
     started: list[Sequence] = field(default_factory=list)  # they decode from now on
 
@@ -456,7 +443,7 @@ class Scheduler:
         request, prompt = sequence.request, self._prompts[sequence.request.prompt_key]
         start, stop = prompt.num_computed, min(prompt.num_computed + budget, request.num_prefill_tokens)
         blocks = prompt.blocks[: num_blocks_for(stop)]
-        out.prefills.append(PrefillChunk(request.prompt_key, blocks, start, stop))
+        out.prefills.append((request.version, PrefillInput(request.prompt_ids[:stop], start, blocks)))
         prompt.num_computed = stop
         if stop == request.num_prefill_tokens:
             self._register_prompt(request, prompt.blocks)

@@ -19,7 +19,7 @@ from dora.errors import DamagedRunError, InputError
 from dora.journal.writer import BEING_WRITTEN, FILES, SCHEMA, SEAL, chain_of, split_chain
 
 JOURNAL_FILE, SAMPLES_FILE, CONFIG_FILE = "journal.jsonl", "samples.sqlite", "config.toml"
-TOKEN_BYTES = 4  # token ids are int32, log-probs float32
+SUMMARY_FILE = "summary.json"  # present once a run has ended; a resume removes it
 
 
 # --- the journal
@@ -209,11 +209,15 @@ class StoredResponse(NamedTuple):
 def read_samples(run: Path) -> dict[SampleKey, SampleRow]:
     """Map (group, sibling) to its row in the sample store; no tokens are read. Raises InputError."""
     with open_sample_store(run) as store:
-        rows = store.execute(
-            "select group_id, sibling, version, weight_digest, length(token_ids), length(logprobs), "
-            "length(loss_mask), reward, state, trained_step, segments from samples"
+        rows = store.execute(  # a token id and a log-prob have 4 bytes each
+            "select group_id, sibling, version, weight_digest, length(token_ids) / 4.0, "
+            "length(logprobs) / 4.0, length(loss_mask), reward, state, trained_step, segments from samples"
         ).fetchall()
-    return {(row[0], row[1]): _sample_row(*row) for row in rows}
+    samples = {}
+    for *columns, segments in rows:
+        row = SampleRow(*columns)._replace(segments=tuple((v, n) for v, n in json.loads(segments or "[]")))
+        samples[row.group, row.sibling] = row
+    return samples
 
 
 def read_responses(run: Path, rows: Iterable[SampleRow]) -> list[StoredResponse | None]:
@@ -239,26 +243,6 @@ def open_sample_store(run: Path) -> Iterator[sqlite3.Connection]:
             yield store
     except sqlite3.Error as error:
         raise DamagedRunError(f"{path} cannot be read: {error}") from error
-
-
-def _sample_row(
-    group: str,
-    sibling: int,
-    version: int,
-    digest: str,
-    token_ids_bytes: int,
-    logprobs_bytes: int,
-    loss_mask_length: int | None,
-    reward: float | None,
-    state: str,
-    step: int | None,
-    segments_json: str | None,
-) -> SampleRow:
-    segments = tuple((v, num) for v, num in json.loads(segments_json or "[]"))
-    lengths = token_ids_bytes / TOKEN_BYTES, logprobs_bytes / TOKEN_BYTES
-    return SampleRow(
-        group, sibling, version, digest, *lengths, loss_mask_length, reward, state, step, segments
-    )
 
 
 def _stored_response(

@@ -51,24 +51,24 @@ WAITING_FOR_ROW = "pending: waiting for a free row"
 def main(run: Path, name: str) -> int:
     """Print the history of the request `name`, or of each request of the group `name`."""
     journal = read_journal(run)
-    for number, request in enumerate(_parse_name(journal, run, name)):
+    requests = _parse_name(journal, run, name)
+    histories = request_histories(journal.lines, journal.limits.batch_size, requests)
+    for number, (request, history) in enumerate(histories.items()):
         if number:
             print()
         print(f"request {request}")
-        for t_s, sentence in request_history(journal, request):
+        for t_s, sentence in history:
             print(f"{t_s:10.3f} s  {sentence}")
     return 0
-
-
-def request_history(journal: Journal, request: RequestId) -> History:
-    """What happened to a request; the last sentence of an unfinished one is its status."""
-    return request_histories(journal.lines, journal.limits.batch_size, [request])[request]
 
 
 def request_histories(
     lines: Iterable[JournalLine], batch_size: int, requests: Iterable[RequestId]
 ) -> dict[RequestId, History]:
-    """The histories of many requests in one pass over the lines; `batch_size` in groups."""
+    """What happened to each request; the last sentence of an unfinished one is its status.
+
+    `batch_size` in groups.
+    """
     timeline = Timeline()
     readers = {request: _RequestReader(request, batch_size, timeline) for request in requests}
     siblings: dict[GroupId, list[_RequestReader]] = {}

@@ -56,7 +56,7 @@ def _read_sections() -> tuple[MetricSection, ...]:
 SECTIONS = _read_sections()
 
 
-def search(word: str = "") -> list[tuple[str, MetricDoc]]:
+def search(word: str) -> list[tuple[str, MetricDoc]]:
     """(section title, metric) for every metric with `word` in a name or in its meaning."""
     return [
         (section.title, metric)

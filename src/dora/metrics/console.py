@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from itertools import chain, zip_longest
 from pathlib import Path
+from statistics import fmean
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dora.core.state import State
+from dora.journal.reader import SUMMARY_FILE
 from dora.metrics.run import RunMetrics
 from dora.text import plural
 
@@ -130,7 +132,7 @@ def _versions(state: State) -> str:
 
 def _staleness(metrics: RunMetrics) -> str:
     last = metrics.steps[-1].staleness
-    shown = f"{sum(s * n for s, n in last.items()) / last.total():.2f} (max {max(last)})"
+    shown = f"{fmean(last, weights=last.values()):.2f} (max {max(last)})"
     is_adaptive = metrics.limits.adaptive_staleness is not None
     return f"{shown}, bound {metrics.steps[-1].staleness_bound}" if is_adaptive else shown
 
@@ -149,7 +151,7 @@ def _rewards(metrics: RunMetrics) -> dict[str, float]:
 
 def summary_table(run: Path) -> Table:
     """The most important figures of `summary.json`."""
-    s: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    s: dict[str, Any] = json.loads((run / SUMMARY_FILE).read_text())
     rows = [
         *_held_out(s),
         ("reward, last step", _number(s["reward_last"])),

@@ -64,10 +64,6 @@ class EvaluationResult:
         """The response shown as an example: the first sampled one, if there are any."""
         return int(self.is_greedy and self.num_responses > 1)
 
-    def length_percentile(self, fraction: float) -> int | None:
-        """Length (tokens) that `fraction` of the responses do not exceed; None without any."""
-        return int(percentile(self.lengths, fraction)) if self.lengths else None
-
     def pass_rates(self) -> dict[str, tuple[float, float, float]]:
         """ "pass@k" of the sampled responses and "greedy_pass": value and 95 % confidence interval."""
         found = {}
@@ -119,7 +115,7 @@ class EvaluationResult:
             name = f"pass@{self.num_responses - self.is_greedy}"
             parts.append("{} {:.3f} ({:.3f} to {:.3f})".format(name, *self.pass_rates()[name]))
         if self.lengths:
-            parts.append(f"length p50 {self.length_percentile(0.5)}, p99 {self.length_percentile(0.99)}")
+            parts.append(f"length p50 {percentile(self.lengths, 0.5)}, p99 {percentile(self.lengths, 0.99)}")
         if self.num_failed:
             parts.append(f"{plural(self.num_failed, 'prompt')} failed")
         parts += [f"{name}: {part.describe()}" for name, part in self.by_source().items()]
@@ -170,10 +166,11 @@ class EvaluationTracker:
     ) -> EvaluationResult | None:
         """Account for an event and its actions; returns an evaluation that has finished with them."""
         running = self._running
-        if running is not None:
-            is_response = isinstance(event, RequestFinished) and event.request.is_held_out
-            if is_response or (isinstance(event, GroupScored) and event.group.is_held_out):
-                running.update(event)  # type: ignore[arg-type]
+        if running is not None and (
+            (isinstance(event, RequestFinished) and event.request.is_held_out)
+            or (isinstance(event, GroupScored) and event.group.is_held_out)
+        ):
+            running.update(event)
         finished = None
         for action in actions:
             if isinstance(action, FinishEvaluation):
@@ -182,11 +179,7 @@ class EvaluationTracker:
                 self._running = None
             elif isinstance(action, StartEvaluation) and rule is not None:
                 self._running = EvaluationResult(
-                    action.version,
-                    rule.num_prompts,
-                    rule.num_answers,
-                    self.is_greedy,
-                    sources=self.sources,
+                    action.version, rule.num_prompts, rule.num_answers, self.is_greedy, sources=self.sources
                 )
         return finished
 

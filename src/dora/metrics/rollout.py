@@ -9,19 +9,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import Any, NamedTuple, TypeVar
 
 from dora.core.actions import Action, Load, SkipLoad
 from dora.core.types import GroupId
 from dora.journal.timeline import GroupSpan, LoadSpan, MigrationSpan, RequestSpan, Span
 
+Number = TypeVar("Number", int, float)
 DRIFT_LIMIT = 0.1  # of the mean response length; a larger drift is reported
 
 
-def percentile(values: Sequence[float], fraction: float) -> float:
-    """The value that `fraction` of the values do not exceed. Raises IndexError without values."""
+def percentile(values: Sequence[Number], fraction: float) -> Number | None:
+    """The value that `fraction` of the values do not exceed; None without values."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
+    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))] if ordered else None
 
 
 # --- utilisation
@@ -137,29 +139,29 @@ class ResponseLengths:
 
     def drift(self) -> float | None:
         """Mean length trained over mean length generated, minus 1; None before the first training step."""
-        return _mean(self.trained) / _mean(self.generated) - 1 if self.trained.total() else None
+        if not self.trained:
+            return None
+        trained, generated = (fmean(one, weights=one.values()) for one in (self.trained, self.generated))
+        return trained / generated - 1
 
     def to_json(self) -> dict[str, Any]:
         """The lengths in the summary."""
         drift = self.drift()
         return {
-            "response_length_generated": _distribution(self.generated),
-            "response_length_trained": _distribution(self.trained),
+            "response_length_generated": length_distribution(self.generated),
+            "response_length_trained": length_distribution(self.trained),
             "response_length_drift": None if drift is None else round(drift, 4),
             "filtered_samples_by_length": _by_power_of_two(self.filtered),
         }
 
 
-def _mean(lengths: Counter[int]) -> float:
-    return sum(length * num for length, num in lengths.items()) / lengths.total()
-
-
-def _distribution(lengths: Counter[int]) -> dict[str, float] | None:
+def length_distribution(lengths: Counter[int]) -> dict[str, float | None] | None:
+    """Mean, percentiles and maximum; None without any."""
     if not lengths:
         return None
     values = [*lengths.elements()]
     return {
-        "mean": round(_mean(lengths), 2),
+        "mean": round(fmean(lengths, weights=lengths.values()), 2),
         "p50": percentile(values, 0.5),
         "p99": percentile(values, 0.99),
         "max": max(values),
@@ -187,7 +189,7 @@ class MigrationMetrics:
     succeeded: Counter[str] = field(default_factory=Counter)  # by the reason of the migration
     failed: Counter[str] = field(default_factory=Counter)  # by the reason of the failure
     kv_bytes: int = 0
-    downtimes_s: list[float] = field(default_factory=list)
+    downtimes_s: list[float] = field(default_factory=list)  # without a token
     reprefill_tokens: int = 0  # of requests restarted although no engine was lost, or migrated without KV
 
     def add(self, span: Span) -> None:
@@ -206,10 +208,6 @@ class MigrationMetrics:
             case _:
                 pass
 
-    def downtime_percentile(self, fraction: float) -> float | None:
-        """Seconds without a token that `fraction` of the migrations do not exceed; None without any."""
-        return percentile(self.downtimes_s, fraction) if self.downtimes_s else None
-
     def to_json(self) -> dict[str, Any]:
         """The migrations in the summary."""
         return {
@@ -218,8 +216,8 @@ class MigrationMetrics:
             "failed_migrations": self.failed.total(),
             "failed_migration_reasons": dict(sorted(self.failed.items())),
             "migrated_kv_bytes": self.kv_bytes,
-            "migration_downtime_s_p50": self.downtime_percentile(0.5),
-            "migration_downtime_s_max": self.downtime_percentile(1.0),
+            "migration_downtime_s_p50": percentile(self.downtimes_s, 0.5),
+            "migration_downtime_s_max": max(self.downtimes_s, default=None),
         }
 
 

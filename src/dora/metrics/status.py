@@ -20,7 +20,7 @@ from rich.table import Table
 
 from dora.core.wait_graph import WaitEdge
 from dora.errors import InputError
-from dora.journal.reader import explain_missing_run
+from dora.journal.reader import JOURNAL_FILE, SUMMARY_FILE, explain_missing_run
 from dora.text import plural
 
 STATUS_FILE = "status.json"
@@ -86,7 +86,7 @@ def driver_of(run: Path) -> psutil.Process | None:
     try:
         driver = json.loads((run / DRIVER_FILE).read_bytes())
         return psutil.Process(driver["pid"]) if is_alive(driver["pid"], driver["created_s"]) else None
-    except (OSError, ValueError, psutil.NoSuchProcess):  # it may exit at any time
+    except (OSError, ValueError, KeyError, TypeError, psutil.NoSuchProcess):  # it may exit at any time
         return None
 
 
@@ -121,17 +121,13 @@ def _evaluate(run: Path, content: Mapping[str, Any], age_s: float) -> RunStatus:
 
 def _read_starting(run: Path) -> RunStatus | None:
     """The status of a driver that runs and has written no status yet, as while a cluster has no free slot."""
-    try:
-        driver = json.loads((run / DRIVER_FILE).read_bytes())
-        pid, created_s = int(driver["pid"]), float(driver["created_s"])
-        with contextlib.suppress(FileNotFoundError):
-            content = json.loads((run / STATUS_FILE).read_bytes())
-            if content["pid"] == pid and abs(content["created_s"] - created_s) < 1.0:
-                return None
-    except (OSError, ValueError, KeyError, TypeError):
+    if (driver := driver_of(run)) is None:
         return None
-    if not is_alive(pid, created_s):
-        return None
+    created_s = driver.create_time()
+    with contextlib.suppress(FileNotFoundError):
+        content = json.loads((run / STATUS_FILE).read_bytes())
+        if content["pid"] == driver.pid and abs(content["created_s"] - created_s) < 1.0:
+            return None
     elapsed = _duration(time.time() - created_s)
     sentence = f"starting, for {elapsed}: not all processes are ready; the log names what they wait for"
     return RunStatus("running", sentence, {})
@@ -139,13 +135,13 @@ def _read_starting(run: Path) -> RunStatus | None:
 
 def _read_without_file(run: Path) -> RunStatus:
     """The status of a run of an older version, or of one that crashed before it wrote its status."""
-    summary, journal = run / "summary.json", run / "journal.jsonl"
+    summary = run / SUMMARY_FILE
     if summary.is_file():
         reason = json.loads(summary.read_bytes()).get("stopped")
         if reason:
             return RunStatus("stopped", f"stopped by {reason}", {})
         return RunStatus("finished", "finished", {})
-    if journal.is_file():
+    if (run / JOURNAL_FILE).is_file():
         return RunStatus("crashed", f"crashed before it wrote {STATUS_FILE}", {})
     raise InputError(explain_missing_run(run, STATUS_FILE))
 
@@ -173,7 +169,7 @@ def _details(content: Mapping[str, Any]) -> list[Table | str]:
 
 
 def _process_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table("process", "pid", "last message", "timeout", "activity", title_justify="left")
+    table = Table("process", "pid", "last message", "timeout", "activity")
     for row in rows:
         cells = (_duration(row["last_message_s"]) + " ago", _duration(row["timeout_s"]), row["activity"])
         node = f" on {row['node']}" if row.get("node") else ""

@@ -8,16 +8,13 @@ from typing import Any
 
 from dora.core.state import State
 from dora.metrics.evaluation import EvaluationResult
+from dora.metrics.rollout import percentile
 from dora.metrics.run import RunMetrics
 
 MISMATCH = "mismatch/logprob_abs_diff_max"
 
 
-def summarize(
-    metrics: RunMetrics,
-    state: State,
-    evaluations: Sequence[EvaluationResult],
-) -> dict[str, Any]:
+def summarize(metrics: RunMetrics, state: State, evaluations: Sequence[EvaluationResult]) -> dict[str, Any]:
     """The summary without the audit's verdicts; null where nothing was measured."""
     of_version = {result.version: result for result in evaluations}
     wall_s = max(1e-9, metrics.now_s - metrics.started_s)
@@ -78,8 +75,8 @@ def _evaluation(when: str, result: EvaluationResult | None) -> dict[str, Any]:
     return {
         f"eval_{when}": result.sampled,
         f"eval_greedy_{when}": result.greedy,
-        f"eval_length_p50_{when}": result.length_percentile(0.5),
-        f"eval_length_p99_{when}": result.length_percentile(0.99),
+        f"eval_length_p50_{when}": percentile(result.lengths, 0.5),
+        f"eval_length_p99_{when}": percentile(result.lengths, 0.99),
     }
 
 

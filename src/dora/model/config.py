@@ -108,7 +108,7 @@ class ModelConfig:
     def linear_names(self) -> tuple[str, ...]:
         """The last parts of the names of the linear layers, without the head and the experts of a mixture.
 
-        Experts have the names of a dense MLP, which its parent tells from theirs.
+        Experts have the names of a dense MLP; the name of the parent distinguishes them.
         """
         attention, dense = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
         if len(self.moe_layers) == self.num_hidden_layers:

@@ -13,7 +13,7 @@ and a run in which they work concurrently.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -103,7 +103,7 @@ class RecordedRun:
     position_of: dict[GroupId, int] = field(default_factory=dict)  # in the dataset's order
     requests: list[DecodeSpan] = field(default_factory=list)
     trainings: list[TrainingSpan] = field(default_factory=list)
-    durations_s: dict[str, list[float]] = field(default_factory=dict)  # of "load", "reward", ...
+    durations_s: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # by kind
 
     @property
     def tokens_per_s(self) -> float:
@@ -118,21 +118,18 @@ class RecordedRun:
             case RequestSpan():
                 self._add_request(span)
             case MigrationSpan(migrated=migrated) if migrated is not None:
-                self._add_duration("migration", migrated.copy_s)
+                self.durations_s["migration"].append(migrated.copy_s)
             case LoadSpan(loaded=loaded) if loaded is not None:
-                self._add_duration("load", duration_s)
-                self._add_duration("load stop", loaded.stop_s)
+                self.durations_s["load"].append(duration_s)
+                self.durations_s["load stop"].append(loaded.stop_s)
             case ScoringSpan(rewards=rewards) if rewards is not None:
-                self._add_duration("reward", duration_s)
+                self.durations_s["reward"].append(duration_s)
             case TrainerSpan(phase="publish"):
-                self._add_duration("publish", duration_s)
+                self.durations_s["publish"].append(duration_s)
             case TrainerSpan(phase="train", result=Trained()):
                 self._add_training(span)
             case _:
                 pass
-
-    def _add_duration(self, what: str, seconds: float) -> None:
-        self.durations_s.setdefault(what, []).append(seconds)
 
     def _add_request(self, span: RequestSpan) -> None:
         if span.finished is None and span.migrated_to is None:
@@ -253,7 +250,7 @@ def fit_costs(runs: Sequence[RecordedRun]) -> FittedCosts:
     train, train_slowdown = fit([_training_data(run) for run in runs], max_slowdown=float(num_engines))
 
     def mean(what: str) -> float:
-        durations_s = [seconds for run in runs for seconds in run.durations_s.get(what, ())]
+        durations_s = [seconds for run in runs for seconds in run.durations_s[what]]
         return sum(durations_s) / len(durations_s) if durations_s else 0.0
 
     return FittedCosts(
@@ -413,8 +410,7 @@ def forecast_run(run: RecordedRun, costs: FittedCosts) -> SimulationResult:
         version_slots=max(engine.version_slots for engine in run.engines),
     )
     limits = replace(run.limits, num_steps=len(run.trainings), evaluation=None, filter_groups=False)
-    sizes = (limits.batch_size, limits.group_size)
-    return Simulator(Orchestrator(limits), engines, costs, RecordedLengths(run), sizes, options).run()
+    return Simulator(Orchestrator(limits), engines, costs, RecordedLengths(run), limits, options).run()
 
 
 def forecast_tokens_per_s(run: RecordedRun, costs: FittedCosts) -> float:

@@ -165,10 +165,10 @@ class Deployment:
     def simulator(self, listener: Listener | None = None) -> Simulator:
         """A simulator that is ready to run."""
         workload, layout, policy = self.workload, self.layout, get_policy(self.layout.policy)
-        sizes = (workload.batch_size, workload.group_size)
         limits = make_limits(
             policy,
-            sizes,
+            workload.batch_size,
+            workload.group_size,
             self.num_steps,
             layout.max_staleness,
             slack=layout.slack,
@@ -185,7 +185,7 @@ class Deployment:
         options = make_options(policy, base, layout.ablations)
         engines = [FluidEngine(number, *engine) for number, engine in enumerate(self.engines)]
         scheduler = policy.scheduler(limits)
-        return Simulator(scheduler, engines, self.trainer, workload.lengths, sizes, options, listener)
+        return Simulator(scheduler, engines, self.trainer, workload.lengths, limits, options, listener)
 
     def check(self) -> None:
         """Raise InputError if the deployment cannot be simulated."""

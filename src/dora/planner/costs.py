@@ -126,10 +126,6 @@ class EngineCost:
         return model.dense_bytes / self.tp_size + expert_bytes / self.num_devices
 
     @property
-    def _memory_bandwidth(self) -> float:
-        return self.device.memory_bandwidth * self.efficiency.memory
-
-    @property
     def _flops_per_s(self) -> float:
         return self.device.flops_per_s * self.efficiency.flops
 
@@ -145,7 +141,7 @@ class EngineCost:
         return self._terms[key]
 
     def _compute_terms(self, num_rows: int, rank_rows: int) -> StepTimeTerms:
-        model, bandwidth = self.model, self._memory_bandwidth
+        model, bandwidth = self.model, self.device.memory_bandwidth * self.efficiency.memory
         kv_s = model.kv_bytes / self.tp_size / bandwidth
         expert_bytes = self._num_read_experts(num_rows) * model.expert_bytes
         weights_s = (model.dense_bytes / self.tp_size + expert_bytes / self.tp_size) / bandwidth

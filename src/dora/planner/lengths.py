@@ -161,25 +161,25 @@ class LengthDistribution:
             return scale * (1 + math.log(limit / scale))
         return scale * (tail - math.pow(scale / limit, tail - 1)) / (tail - 1)
 
-    def with_heavier_tail(self, factor: float = 2.0) -> LengthDistribution:
-        """The same median, and a 99th percentile that is `factor` times as long."""
+    def with_heavier_tail(self) -> LengthDistribution:
+        """The same median, and a 99th percentile that is twice as long."""
         if self.family == "trace":
-            return replace(self, trace=self._stretched_trace(factor))
+            return replace(self, trace=self._stretched_trace())
         if self.family == "lognormal":
-            tail = self.tail + math.log(factor) / 2.3263
+            tail = self.tail + math.log(2) / 2.3263
             median = self._scale
         else:
-            tail = 1 / (1 / self.tail + math.log(factor) / math.log(50))  # from the median to the 99th
+            tail = 1 / (1 / self.tail + math.log(2) / math.log(50))  # from the median to the 99th
             median = self._scale * math.pow(2, 1 / self.tail)
         heavier = replace(self, tail=tail)
         scale = median if self.family == "lognormal" else median * math.pow(2, -1 / tail)
         return replace(heavier, mean=min(heavier._mean_at(scale), 0.9 * self.limit))
 
-    def _stretched_trace(self, factor: float) -> tuple[int, ...]:
+    def _stretched_trace(self) -> tuple[int, ...]:
         """Stretch responses above the median, by a power of their ratio to it."""
         lengths = np.array(self.trace, float)
         median, p99 = float(np.median(lengths)), float(np.quantile(lengths, 0.99))
-        power = math.log(factor) / math.log(p99 / median) if p99 > median else 0.0
+        power = math.log(2) / math.log(p99 / median) if p99 > median else 0.0
         ratios = np.maximum(1.0, lengths / median)
         stretched = np.minimum(self.limit, lengths * ratios**power)
         return tuple(int(tokens) for tokens in stretched)
@@ -239,14 +239,10 @@ def _trace_rows(normals: Floats, num_rows: int) -> NDArray[np.int64]:
 
 
 def _probabilities(normals: Floats) -> Floats:
-    clipped: Floats = np.clip(_normal_cdf(normals), 0.0, 1 - 1e-12)
+    clipped: Floats = np.clip(np.vectorize(_cdf)(normals), 0.0, 1 - 1e-12)
     return clipped
 
 
 def _cdf(z: float) -> float:
+    """Of the standard normal distribution."""
     return 0.5 * math.erfc(-z / math.sqrt(2))
-
-
-def _normal_cdf(z: Floats) -> Floats:
-    values: Sequence[float] = [_cdf(x) for x in z.ravel()]
-    return np.array(values).reshape(z.shape)

@@ -83,13 +83,14 @@ def get_policy(name: str) -> UpdatePolicy:
 
 def make_limits(
     policy: UpdatePolicy,
-    batch_and_group_size: tuple[int, int],
+    batch_size: int,
+    group_size: int,
     num_steps: int,
     max_staleness: int,
     *,
-    slack: int = 0,
-    ablations: tuple[str, ...] = (),
-    rebalance_interval_s: float = 10.0,
+    slack: int,
+    ablations: tuple[str, ...],
+    rebalance_interval_s: float,
 ) -> Limits:
     """The orchestrator's limits under a policy. Raises InputError if the policy does not support S or an
     ablation.
@@ -105,7 +106,6 @@ def make_limits(
             f"without {', '.join(ablations)}: only policy dora has these parts; the parts are "
             f"{', '.join(DORA_ABLATIONS)}"
         )
-    batch_size, group_size = batch_and_group_size
     return Limits(
         num_steps=num_steps,
         batch_size=batch_size,
@@ -129,7 +129,7 @@ def _batches_per_version(policy: UpdatePolicy, max_staleness: int) -> int | None
 
 
 def make_options(
-    policy: UpdatePolicy, base: SimulatorOptions, ablations: tuple[str, ...] = ()
+    policy: UpdatePolicy, base: SimulatorOptions, ablations: tuple[str, ...]
 ) -> SimulatorOptions:
     """The simulator's options under a policy; `base` has the times."""
     own = policy.options

@@ -243,8 +243,8 @@ class StepTimeFormula:
         return cost.terms(rows, rank_rows).step_time(rank_rows * self.context).seconds(1.0)
 
 
-def with_heavier_tail(plan: SimulatedPlan, factor: float = 2.0) -> Metrics:
-    """Metrics of a plan with the 99th percentile of responses `factor` times as long, and the same median."""
+def with_heavier_tail(plan: SimulatedPlan) -> Metrics:
+    """Metrics of a plan with the 99th percentile of responses twice as long, and the same median."""
     workload = plan.deployment.workload
-    heavier = replace(workload, lengths=workload.lengths.with_heavier_tail(factor))
+    heavier = replace(workload, lengths=workload.lengths.with_heavier_tail())
     return replace(plan.deployment, workload=heavier).metrics()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from dora.core import actions, events
 from dora.core.actions import Action
 from dora.core.events import Event
-from dora.core.types import Chunk, GroupId
+from dora.core.types import Chunk, GroupId, Limits
 from dora.errors import InputError
 from dora.planner.fluid import NEVER, FluidEngine, FluidRequest
 from dora.planner.lengths import CHUNK_SIZE, LengthSource
@@ -92,12 +92,10 @@ class Totals(NamedTuple):
 class SimulatedStep:
     """One training step."""
 
-    started_s: float
     ended_s: float
     train_s: float  # work of the trainer
     num_tokens: int  # of prompts and responses
     num_response_tokens: int
-    num_answers: int
     staleness: Counter[int]  # -> groups
     totals: Totals  # at its end
 
@@ -112,17 +110,13 @@ class SimulatedStep:
             "tokens_per_s": self.num_response_tokens / step_s,
             "total_tokens_per_s": self.num_tokens / step_s,
             "exposed_fraction": 1 - self.train_s / step_s,
-            "staleness_mean": _mean(self.staleness),
+            "staleness_mean": statistics.fmean(self.staleness, weights=self.staleness.values()),
             "engine_utilization": (totals.decode_s - before.decode_s) / (step_s * num_engines),
             "row_utilization": (totals.row_s - before.row_s) / (step_s * num_rows),
             "migrations": totals.num_migrations - before.num_migrations,
             "recomputed_tokens": totals.num_recomputed - before.num_recomputed,
             "dropped_tokens": totals.num_dropped - before.num_dropped,
         }
-
-
-def _mean(counts: Counter[int]) -> float:
-    return sum(value * num for value, num in counts.items()) / counts.total()
 
 
 @dataclass
@@ -169,7 +163,7 @@ class SimulationResult:
             "engine_utilization": self.decode_s / (end_s * num_engines),
             "row_utilization": self.row_s / (end_s * num_rows),
             "stall_fraction": self.stall_s / max(self.decode_s, 1e-9),
-            "staleness_mean": _mean(staleness),
+            "staleness_mean": statistics.fmean(staleness, weights=staleness.values()),
             "staleness_max": float(max(staleness)),
             "versions": float(self.max_versions),
             "migrations": self.num_migrations / num_steps,
@@ -294,14 +288,14 @@ class Simulator(EventQueue[Iterable[Event]]):
         engines: list[FluidEngine],
         trainer: TrainerCosts,
         lengths: LengthSource,
-        batch_and_group_size: tuple[int, int],
+        limits: Limits,
         options: SimulatorOptions,
         listener: Listener | None = None,
     ) -> None:
         super().__init__()
-        self.scheduler, self.trainer, self.lengths, self.options = scheduler, trainer, lengths, options
+        self.scheduler, self.trainer, self.lengths = scheduler, trainer, lengths
+        self.limits, self.options = limits, options
         self.engines = {engine.id: engine for engine in engines}
-        self.batch_size, self.group_size = batch_and_group_size
         self.result, self._listener = SimulationResult(), listener
         self._changed_engines: dict[int, None] = {}  # their next stop must be scheduled again
         self._dataset_index = 0
@@ -311,7 +305,6 @@ class Simulator(EventQueue[Iterable[Event]]):
         self._queue = TrainerQueue(options.min_stream_tokens if options.streams_groups else None)
         self._queue_epoch = 0  # of the scheduled end
         self._training: actions.Train | None = None
-        self._step_started_s: dict[int, float] = {}
         self._handlers: dict[type, Callable[[Any], None]] = {
             actions.FetchPrompts: self._fetch_prompts,
             actions.Admit: self._admit,
@@ -433,8 +426,9 @@ class Simulator(EventQueue[Iterable[Event]]):
 
     def _draw_chunk(self, chunk: int) -> tuple[Sequence[int], list[list[int]]]:
         """Lengths of prompts and of responses of `CHUNK_SIZE` groups."""
-        prompts = self.lengths.draw_prompts(chunk, self.group_size)
-        return prompts, self.lengths.draw(chunk, self.group_size, self.batch_size)
+        group_size, batch_size = self.limits.group_size, self.limits.batch_size
+        prompts = self.lengths.draw_prompts(chunk, group_size)
+        return prompts, self.lengths.draw(chunk, group_size, batch_size)
 
     def _admit(self, action: actions.Admit) -> None:
         dropped = self._groups.get(action.group)
@@ -444,7 +438,7 @@ class Simulator(EventQueue[Iterable[Event]]):
             group.cached_on = dropped.cached_on
 
     def _score(self, action: actions.Score) -> None:
-        rewards = tuple(float(k % 2) for k in range(self.group_size))
+        rewards = tuple(float(k % 2) for k in range(self.limits.group_size))
         self.schedule(self.options.reward_s, self._report, events.GroupScored(action.group, rewards))
 
     # Engines
@@ -542,7 +536,7 @@ class Simulator(EventQueue[Iterable[Event]]):
         self.schedule(load_s, self._loaded, engine, action.version)
 
     def _loaded(self, engine: FluidEngine, version: int) -> Iterable[Event]:
-        if self._breaks_c1:
+        if self.limits.breaks_c1:  # running requests continue with newer weights
             self._changing(engine.id)
             engine.switch_version(version)
             if self.options.recomputes_kv:
@@ -550,12 +544,6 @@ class Simulator(EventQueue[Iterable[Event]]):
                 self.result.num_recomputed += int(sum(contexts))
                 engine.delay(sum(map(engine.cost.prefill_s, contexts)))
         yield events.Loaded(engine.id, version, f"v{version}")
-
-    @property
-    def _breaks_c1(self) -> bool:
-        """Whether running requests continue with newer weights."""
-        snapshot = getattr(self.scheduler, "snapshot", None)
-        return snapshot is not None and snapshot().limits.breaks_c1
 
     def _report_progress(self, engine: FluidEngine) -> Iterable[Event]:
         self.schedule(self.options.report_interval_s, self._report_progress, engine)
@@ -621,7 +609,7 @@ class Simulator(EventQueue[Iterable[Event]]):
         self._queue.commit(self.now, action.step, group.work_s, group.num_tokens)
 
     def _train(self, action: actions.Train) -> None:
-        self._step_started_s[action.step], self._training = self.now, action
+        self._training = action
         self._queue.train(self.now, action.step, self._work_s(action), self.trainer.step_overhead_s)
 
     def _work_s(self, action: actions.Train) -> float:
@@ -643,12 +631,10 @@ class Simulator(EventQueue[Iterable[Event]]):
         groups = [self._groups.pop(group) for group in action.groups]
         staleness = Counter(action.step - group.version for group in groups)
         record = SimulatedStep(
-            self._step_started_s[action.step],
             self.now,
             train_s,
             sum(group.num_tokens for group in groups),
             sum(group.num_response_tokens for group in groups),
-            len(groups) * self.group_size,
             staleness,
             self._totals(),
         )

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
-from itertools import chain
+from itertools import accumulate, chain
 
 from dora.core.events import Trained
 from dora.journal.timeline import EngineSpan, MigrationSpan, RequestSpan, Span, TrainerSpan, of_kind
@@ -89,7 +89,7 @@ def _row_changes(
 
 def _lane(changes: Sequence[tuple[float, int, int]], end_s: float, y: float) -> Iterator[str]:
     """Boxes as high as the fraction of rows, one colour per version; equal buckets of time are merged."""
-    most = _max_rows(changes)
+    most = max(accumulate(change for _, _, change in changes), default=0)
     if not most:
         return
     buckets = _buckets(changes, end_s)
@@ -104,14 +104,6 @@ def _lane(changes: Sequence[tuple[float, int, int]], end_s: float, y: float) -> 
             tip = f"version {version}: {num_rows} rows"
             yield _box(LEFT + start * width, base, (bucket - start) * width, height, version, tip)
         start = bucket
-
-
-def _max_rows(changes: Sequence[tuple[float, int, int]]) -> int:
-    num_rows = most = 0
-    for _, _, change in changes:
-        num_rows += change
-        most = max(most, num_rows)
-    return most
 
 
 def _buckets(changes: Sequence[tuple[float, int, int]], end_s: float) -> list[Counter[int]]:

@@ -17,11 +17,12 @@ from typing import Any
 from dora.audit import audit
 from dora.core.actions import Action
 from dora.core.events import Published
-from dora.core.types import GroupId, Limits, RequestId
+from dora.core.types import GroupId, Limits
 from dora.errors import InputError
 from dora.journal.extensions import extended_limits, find_extensions
 from dora.journal.reader import (
     JOURNAL_FILE,
+    SUMMARY_FILE,
     JournalLine,
     explain_missing_run,
     read_header,
@@ -32,6 +33,7 @@ from dora.journal.timeline import GroupSpan, RequestSpan, Span, Timeline
 from dora.journal.why import request_histories
 from dora.metrics.catalog import SECTIONS
 from dora.metrics.evaluation import VERSION_KEY, EvaluationTracker
+from dora.metrics.rollout import length_distribution
 from dora.metrics.writer import METRICS_FILE, read_metrics
 from dora.report import samples
 from dora.report.timeline import (
@@ -42,11 +44,10 @@ from dora.report.timeline import (
     trainer_waits,
 )
 
-SUMMARY_FILE = "summary.json"
 NUM_SAMPLES = 400  # responses shown in full
-MAX_FINDINGS = 5  # of the audit, for each guarantee
 MAX_POINTS = 800  # of a curve
 NUM_DIGITS = 5  # significant ones of a point
+LIMITS = ("num_steps", "batch_size", "group_size", "max_staleness", "breaks_c1")  # that the page shows
 
 JsonObject = dict[str, Any]
 
@@ -118,13 +119,12 @@ class RunReader:
         return {
             "name": self._run.resolve().name,
             "folder": self._run.as_posix(),
-            "dora_version": self._dora_version,
             "from_s": round(started, 3),
             "to_s": round(now, 3),
             "is_torn": self._is_torn,
             "is_started": bool(self._lines),
             "is_finished": bool(summary),
-            "limits": _describe_limits(self._limits, self._num_prompts),
+            "limits": {name: getattr(self._limits, name) for name in LIMITS},
             "policy": _policy(self._limits, config),
             "config": config,
             "summary": summary,
@@ -145,9 +145,7 @@ class RunReader:
 
     def _start(self, path: Path, head: bytes) -> None:
         """Read the header of a journal."""
-        header = read_header(path, head)
-        self._limits, self._num_prompts = header.limits, header.num_prompts
-        self._dora_version = str(json.loads(head).get("dora_version", ""))
+        self._limits = read_header(path, head).limits
         self._head, self._offset = head, len(head)
         self._timeline = Timeline(breaks_c1=self._limits.breaks_c1)
         self._ended: list[Span] = []
@@ -169,17 +167,15 @@ class RunReader:
     def _evaluations(self, summary: JsonObject) -> list[JsonObject]:
         """All evaluations with the time at which their version was published."""
         found = summary.get("evaluations") or [each.to_json() for each in self._evaluated.finished]
-        return [one | {"t_s": self._published_at(one.get("version", 0))} for one in found]
-
-    def _published_at(self, version: int) -> float | None:
-        return round(self._published[version], 3) if 0 <= version < len(self._published) else None
+        times_s = {version: round(t_s, 3) for version, t_s in enumerate(self._published)}
+        return [one | {"t_s": times_s.get(one.get("version", 0))} for one in found]
 
     def _samples(self, config: JsonObject, spans: Sequence[Span], groups: GroupOutcomes) -> JsonObject:
         """Some responses in full, with the history of their requests."""
         try:
             stored = samples.read_groups(self._run)
         except InputError:  # the run has no responses yet, or no store
-            return {"num": 0, "num_groups": 0, "is_text": False, "groups": []}
+            return {"num": 0, "is_text": False, "groups": []}
         waits = sorted(trainer_waits(spans), key=lambda wait: wait.from_s - wait.to_s)
         picked = samples.pick_groups(
             stored,
@@ -189,16 +185,16 @@ class RunReader:
         )
         self._decode = self._decode or samples.find_decoder(self._run, config)
         shown = samples.read_texts(self._run, picked, self._decode)
-        histories = request_histories(self._lines, self._limits.batch_size, samples.requests_of(shown))
+        requests = [samples.request_of(group, response) for group in shown for response in group["responses"]]
+        histories = request_histories(self._lines, self._limits.batch_size, requests)
         for group in shown:
             group["prompt"] = samples.split_turns(group["prompt"])
             for response in group["responses"]:
-                request = _request_id(f"{group['group']}/{response['sibling']}")
+                request = samples.request_of(group, response)
                 group["version"] = groups.versions.get(request.group, group["version"])
                 response["history"] = [[round(t_s, 3), sentence] for t_s, sentence in histories[request]]
         return {
             "num": sum(len(group.rewards) for group in stored),
-            "num_groups": len(stored),
             "is_text": self._decode is not None,
             "groups": shown,
         }
@@ -264,7 +260,6 @@ class GroupOutcomes:
             if span.outcome == "trained" and span.step is not None and span.step < num_trained
         }
         own = [span for span in responses if not span.request.is_held_out]
-        self.finish_reasons = Counter(span.end for span in own)
         self._lengths: dict[GroupId, list[int]] = {}  # of finished responses
         for span in own:
             self._lengths.setdefault(span.request.group, []).append(span.num_tokens)
@@ -280,28 +275,26 @@ class GroupOutcomes:
             "num": len(self.versions),
             "outcomes": {outcome: outcomes[outcome] for outcome in OUTCOMES},
             "reasons": [[outcome, reason, num] for (outcome, reason), num in self.reasons.most_common()],
-            "finish_reasons": dict(self.finish_reasons.most_common()),
             "staleness": {str(s): num * group_size for s, num in sorted(staleness.items())},
             "lengths": self._by_length(),
         }
 
     def _by_length(self) -> JsonObject:
         """Finished responses by length (tokens), in buckets up to and including `to`."""
-        lengths: dict[str, list[int]] = {outcome: [] for outcome in OUTCOMES}
+        lengths = {outcome: Counter[int]() for outcome in OUTCOMES}  # -> length -> responses
         for group, own in self._lengths.items():
-            lengths[self.outcome_of(group)] += own
-        longest = max((max(own) for own in lengths.values() if own), default=0)
-        limits = _bucket_limits(longest)
+            lengths[self.outcome_of(group)].update(own)
+        generated = sum(lengths.values(), Counter[int]())
+        limits = _bucket_limits(max(generated, default=0))
         counts = {outcome: [0] * len(limits) for outcome in OUTCOMES}
-        for outcome, own in lengths.items():
-            for length, num in Counter(own).items():
+        for outcome, of_outcome in lengths.items():
+            for length, num in of_outcome.items():
                 counts[outcome][bisect.bisect_left(limits, length)] += num
-        generated = sorted(length for own in lengths.values() for length in own)
         return {
             "to": limits,
             "counts": counts,
-            "generated": _distribution(generated),
-            "trained": _distribution(sorted(lengths["trained"])),
+            "generated": length_distribution(generated),
+            "trained": length_distribution(lengths["trained"]),
         }
 
 
@@ -311,18 +304,6 @@ def _bucket_limits(longest: int) -> list[int]:
     while limits[-1] < longest:
         limits.append(next(n for k in count() if (n := round(2 ** (k / 2))) > limits[-1]))
     return limits
-
-
-def _distribution(lengths: list[int]) -> dict[str, float] | None:
-    """Figures of sorted lengths."""
-    if not lengths:
-        return None
-    fractions = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-    points = {
-        name: lengths[min(len(lengths) - 1, int(fraction * len(lengths)))]
-        for name, fraction in fractions.items()
-    }
-    return {"num": len(lengths), "mean": round(sum(lengths) / len(lengths), 2), **points, "max": lengths[-1]}
 
 
 # --- other files
@@ -338,9 +319,9 @@ def _audit(run: Path) -> JsonObject | None:
         name: {
             "is_kept": not result.findings_against(name),
             "text": text,
-            "findings": result.findings_against(name)[:MAX_FINDINGS],
+            "findings": result.findings_against(name)[: audit.MAX_PRINTED],
         }
-        for name, text in audit.describe(result.counts).items()
+        for name, text in audit.describe(result).items()
     }
 
 
@@ -360,18 +341,9 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     return None
 
 
-def _describe_limits(limits: Limits, num_prompts: int | None) -> JsonObject:
-    names = ("num_steps", "batch_size", "group_size", "max_staleness", "breaks_c1")
-    return {name: getattr(limits, name) for name in names} | {"num_prompts": num_prompts}
-
-
 def _policy(limits: Limits, config: JsonObject) -> str:
     """The configured update policy; without a configuration, the policy that the limits imply."""
     policy = config.get("orchestrator", {}).get("update_policy")
     if policy is not None:
         return str(policy)
     return "dora" if limits.batches_per_version is None else "drain"
-
-
-def _request_id(name: str) -> RequestId:
-    return RequestId(*map(int, name.split("/")))

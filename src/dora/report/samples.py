@@ -25,6 +25,7 @@ import tokenizers
 from dora.core.types import GroupId, RequestId
 from dora.errors import InputError
 from dora.journal.reader import CONFIG_FILE, open_sample_store
+from dora.text import step_number
 
 MAX_CHARACTERS = 4_000  # of one text; a longer one is cut
 NUM_NOTABLE = 4  # groups for each tag
@@ -113,11 +114,7 @@ def _order(group: StoredGroup) -> tuple[int, GroupId]:
 
 
 def read_texts(
-    run: Path,
-    picked: Mapping[GroupId, Sequence[str]],
-    decode: Decode | None,
-    *,
-    is_cut: bool = True,
+    run: Path, picked: Mapping[GroupId, Sequence[str]], decode: Decode | None, *, is_cut: bool = True
 ) -> list[dict[str, Any]]:
     """The picked groups with prompts and responses, in the order of their training. Raises InputError.
 
@@ -241,10 +238,10 @@ def print_samples(run: Path, name: str | None, last: int | None, *, as_jsonl: bo
     decode = find_decoder(run, read_config(run))
     for group_id in wanted:
         (group,) = read_texts(run, {group_id: ()}, decode, is_cut=False)
-        group = _count_steps(group)
         if request is not None and len(request) == 3:
             group["responses"] = [r for r in group["responses"] if r["sibling"] == request[2]]
-        print("\n".join(_jsonl(group) if as_jsonl else _paragraphs(group)))
+        objects = (json.dumps(response, ensure_ascii=False) for response in _responses(group))
+        print("\n".join(objects if as_jsonl else _paragraphs(group)))
     return 0
 
 
@@ -254,12 +251,7 @@ def read_responses(run: Path, last: int | None) -> list[dict[str, Any]]:
     texts = read_texts(
         run, {group.id: () for group in groups}, find_decoder(run, read_config(run)), is_cut=False
     )
-    return [response for group in texts for response in _responses(_count_steps(group))]
-
-
-def _count_steps(group: dict[str, Any]) -> dict[str, Any]:
-    """Commands count finished steps."""
-    return group if group["step"] is None else group | {"step": group["step"] + 1}
+    return [response for group in texts for response in _responses(group)]
 
 
 def print_response(run: Path, name: str) -> None:
@@ -282,12 +274,10 @@ def _parse_name(name: str, groups: Sequence[StoredGroup]) -> tuple[int, ...]:
     return numbers
 
 
-def _jsonl(group: Mapping[str, Any]) -> Iterator[str]:
-    return (json.dumps(response, ensure_ascii=False) for response in _responses(group))
-
-
 def _responses(group: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     shared = {key: group[key] for key in ("group", "step", "state", "prompt")}
+    if group["step"] is not None:
+        shared["step"] = step_number(group["step"])
     prompt_turns = [{"role": role, "text": text} for role, text in split_turns(group["prompt"])]
     for response in group["responses"]:
         text = "".join(part for part, _ in response["parts"])
@@ -298,7 +288,7 @@ def _responses(group: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _paragraphs(group: Mapping[str, Any]) -> Iterator[str]:
-    trained = "" if group["step"] is None else f" in step {group['step']}"
+    trained = "" if group["step"] is None else f" in step {step_number(group['step'])}"
     yield f"group {group['group']}: version {group['version']}, {group['state']}{trained}\n"
     for role, text in split_turns(group["prompt"]):
         yield _turn(role, text)
@@ -325,13 +315,9 @@ def _role(is_model: int) -> str:
     return "model" if is_model else "environment"
 
 
-def requests_of(groups: Iterable[Mapping[str, Any]]) -> list[RequestId]:
-    """The requests of all responses in groups of `read_texts`."""
-    return [
-        RequestId(*_group_id(group["group"]), response["sibling"])
-        for group in groups
-        for response in group["responses"]
-    ]
+def request_of(group: Mapping[str, Any], response: Mapping[str, Any]) -> RequestId:
+    """The request of a response in a group of `read_texts`."""
+    return RequestId(*_group_id(group["group"]), response["sibling"])
 
 
 def _group_id(name: str) -> GroupId:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import bisect
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dora.core.types import GroupId, Limits, RequestId
 from dora.journal.timeline import (
@@ -46,31 +48,33 @@ def engines_to_json(spans: Sequence[Span], now: float) -> dict[str, Any]:
     """The tracks of the engines and the migrations between them; open spans end at `now`."""
     engines = sorted(of_kind(spans, EngineSpan), key=lambda engine: engine.ordinal)
     shown = engines[:MAX_TRACKS]
-    segments = _segments(shown, of_kind(spans, RequestSpan), now)
+    requests, loads = _by_engine(spans, RequestSpan), _by_engine(spans, LoadSpan)
+    segments = [
+        sorted(
+            DecodeSegment(from_s, to_s, version, span.request)
+            for span in requests[engine]
+            for from_s, to_s, version in span.segments(now)
+        )
+        for engine in shown
+    ]
     is_summed = sum(map(len, segments)) > MAX_SPANS
     started_s = min((engine.start_s for engine in shown), default=0.0)
     num_bins = max(60, min(1_200, MAX_BINS // max(1, len(shown))))
     bin_s = max(1e-3, (now - started_s) / num_bins)
-    loads: defaultdict[EngineSpan, list[LoadSpan]] = defaultdict(list)
-    for load in of_kind(spans, LoadSpan):
-        if load.loaded is not None or load.end.startswith("failed: "):
-            loads[load.engine].append(load)
     ended = sorted(_ended_migrations(spans), key=lambda span: span.until(now))
     migrations = [_describe_migration(span) for span in ended if span.failure is None]
-    failed = [_describe_failed_migration(span) for span in ended if span.failure is not None]
     return {
         "tracks": [
             {
                 "engine": engine.engine,
                 "attempt": engine.attempt,
                 "rows": engine.joined.max_num_seqs,
-                "colocated": engine.joined.is_colocated,
                 "replaces": engine.joined.replaces,
                 "from": _ms(engine.start_s),
                 "to": _ms(engine.until(now)),
                 "end": engine.end if engine.end in ("lost", "removed") else None,
                 "reason": engine.reason,
-                "loads": [_describe_load(load) for load in loads[engine]],
+                "loads": [*filter(None, map(_describe_load, loads[engine]))],
                 **({"bins": _bins(own, started_s, bin_s)} if is_summed else {"spans": _columns(own)}),
             }
             for engine, own in zip(shown, segments, strict=True)
@@ -82,8 +86,7 @@ def engines_to_json(spans: Sequence[Span], now: float) -> dict[str, Any]:
         "to": _ms(now),
         "migrations": migrations[-MAX_MIGRATIONS:],
         "num_migrations": len(migrations),
-        "failed_migrations": failed[-MAX_MIGRATIONS:],
-        "num_failed_migrations": len(failed),
+        "num_failed_migrations": len(ended) - len(migrations),
     }
 
 
@@ -97,44 +100,20 @@ def _ended_migrations(spans: Iterable[Span]) -> list[MigrationSpan]:
     return [span for span in ended if span.migrated is not None or span.failure is not None]
 
 
-def _segments(
-    engines: Sequence[EngineSpan], requests: Iterable[RequestSpan], now: float
-) -> list[list[DecodeSegment]]:
-    """What each engine decoded, by the start."""
-    found: dict[EngineSpan, list[DecodeSegment]] = {engine: [] for engine in engines}
-    for span in requests:
-        if span.engine in found:
-            found[span.engine] += [DecodeSegment(*each, span.request) for each in span.segments(now)]
-    return [sorted(own) for own in found.values()]
-
-
-def _describe_load(load: LoadSpan) -> list[Any]:
-    """Start, end, version, pause (ms), failure."""
+def _describe_load(load: LoadSpan) -> list[Any] | None:
+    """Start, end, version, pause (ms), failure; None unless it has succeeded or failed."""
+    if load.loaded is None and not load.end.startswith("failed: "):
+        return None
     pause_s = 0.0 if load.loaded is None else load.loaded.stop_s
     failure = load.end.removeprefix("failed: ")
     return [_ms(load.start_s), _ms(load.until(0.0)), load.version, round(1e3 * pause_s, 1), failure]
 
 
-def _describe_ends(span: MigrationSpan) -> dict[str, Any]:
+def _describe_migration(span: MigrationSpan) -> dict[str, Any]:
     return {
         "t": round(span.until(0.0), 3),
         "from": None if span.source is None else span.source.ordinal,
         "to": None if span.destination is None else span.destination.ordinal,
-        "request": str(span.action.request),
-    }
-
-
-def _describe_failed_migration(span: MigrationSpan) -> dict[str, Any]:
-    return _describe_ends(span) | {"reason": span.failure}
-
-
-def _describe_migration(span: MigrationSpan) -> dict[str, Any]:
-    assert span.migrated is not None
-    return _describe_ends(span) | {
-        "version": span.action.version,
-        "tokens": span.migrated.num_tokens,
-        "bytes": span.migrated.num_bytes,
-        "downtime_ms": round(1e3 * span.migrated.stop_s, 2),
     }
 
 
@@ -260,6 +239,7 @@ def _sums(phases: Iterable[TrainerSpan], waits: Iterable[TrainerWait], now: floa
 
 CAUSES = ("train", "publish", "scoring", "generation", "other", "end")  # why a row is free
 Segment = tuple[float, float, str]  # start, end, cause
+CauseIntegral = Callable[[Sequence[float]], NDArray[np.float64]]  # [n] times -> [causes, n] seconds before
 
 
 def rows_to_json(spans: Sequence[Span], limits: Limits, now: float) -> list[dict[str, Any]]:
@@ -269,14 +249,14 @@ def rows_to_json(spans: Sequence[Span], limits: Limits, now: float) -> list[dict
     admission of the next group: the trainer while it trains or publishes, else scoring, else the responses of
     other rows.
     """
-    causes = _CauseIntegral(spans, limits, now)
+    causes_s = _integrate(_free_causes(spans, limits, now))
     requests, pauses, loads = (_by_engine(spans, kind) for kind in (RequestSpan, PauseSpan, LoadSpan))
     return [
         {
             "attempt": engine.attempt,
             "engine": engine.engine,
             "rows": engine.joined.max_num_seqs,
-            "row_s": _row_seconds(engine, requests[engine], pauses[engine], loads[engine], causes, now),
+            "row_s": _row_seconds(engine, requests[engine], pauses[engine], loads[engine], causes_s, now),
         }
         for engine in sorted(of_kind(spans, EngineSpan), key=lambda engine: engine.ordinal)
     ]
@@ -294,7 +274,7 @@ def _row_seconds(
     requests: Sequence[RequestSpan],
     pauses: Sequence[PauseSpan],
     loads: Iterable[LoadSpan],
-    causes: _CauseIntegral,
+    causes_s: CauseIntegral,
     now: float,
 ) -> dict[str, float]:
     rows, end_s = engine.joined.max_num_seqs, engine.until(now)
@@ -309,11 +289,10 @@ def _row_seconds(
         "loading": loading_s,
         "weights": rows * (has_weights_s - engine.start_s),
     }
-    free_s = [rows * seconds for seconds in causes.between(has_weights_s, end_s)]
-    for span in requests:
-        for index, seconds in enumerate(causes.between(span.start_s, span.until(now))):
-            free_s[index] -= seconds
-    row_s |= dict(zip(CAUSES, free_s, strict=True))
+    existing_s = rows * (causes_s([end_s]) - causes_s([has_weights_s]))
+    starts, ends = [span.start_s for span in requests], [span.until(now) for span in requests]
+    free_s = existing_s.sum(axis=1) - (causes_s(ends) - causes_s(starts)).sum(axis=1)
+    row_s |= dict(zip(CAUSES, free_s.tolist(), strict=True))
     return {cause: round(max(0.0, seconds), 3) for cause, seconds in row_s.items()}
 
 
@@ -330,31 +309,14 @@ def _paused_s(span: RequestSpan, pauses: Sequence[PauseSpan], now: float) -> flo
     return paused_s
 
 
-class _CauseIntegral:
-    """Seconds by the cause of free rows, between any two times."""
-
-    def __init__(self, spans: Sequence[Span], limits: Limits, now: float) -> None:
-        self._starts_s: list[float] = []
-        self._causes: list[int] = []
-        self._sums: list[list[float]] = []  # seconds by cause until the start
-        sums = [0.0] * len(CAUSES)
-        for start_s, end_s, cause in _free_causes(spans, limits, now):
-            self._starts_s.append(start_s)
-            self._causes.append(CAUSES.index(cause))
-            self._sums.append([*sums])
-            sums[CAUSES.index(cause)] += end_s - start_s
-
-    def between(self, start_s: float, end_s: float) -> list[float]:
-        """Seconds by cause."""
-        return [after - before for before, after in zip(self._at(start_s), self._at(end_s), strict=True)]
-
-    def _at(self, t_s: float) -> list[float]:
-        index = bisect.bisect_right(self._starts_s, t_s) - 1
-        if index < 0:
-            return [0.0] * len(CAUSES)
-        sums = [*self._sums[index]]
-        sums[self._causes[index]] += t_s - self._starts_s[index]
-        return sums
+def _integrate(segments: Sequence[Segment]) -> CauseIntegral:
+    """The integral of `segments`, which follow one another without a gap."""
+    edges_s = np.array([start_s for start_s, _, _ in segments] + [segments[-1][1]])
+    sums = np.zeros((len(edges_s), len(CAUSES)))
+    for row, (start_s, end_s, cause) in enumerate(segments, 1):
+        sums[row, CAUSES.index(cause)] = end_s - start_s
+    columns = sums.cumsum(axis=0).T
+    return lambda times_s: np.array([np.interp(times_s, edges_s, column) for column in columns])
 
 
 def _free_causes(spans: Iterable[Span], limits: Limits, now: float) -> list[Segment]:

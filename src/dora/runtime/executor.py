@@ -163,7 +163,8 @@ class ProcessExecutor:
         """Wait for messages, turn them into events, and check the deadlines. Raises RunError."""
         self.engine_pool.flush()
         self._supervisor.poll(max(0.0, timeout_s))
-        self.check_weight_store()
+        if not self.events:
+            self.check_weight_store()
         self.samples.commit()  # readers of the store need not wait for an event
         self._elastic.scale()
         if self.storage is not None and self.storage.take_replaced():
@@ -292,7 +293,7 @@ class ProcessExecutor:
         return trainer.is_installing if isinstance(trainer, ExternalTrainer) else self.training.is_in_step
 
     def check_weight_store(self) -> None:
-        """Raises RunError if somebody has removed it: no worker can go on, and no replacement can start."""
+        """Raises RunError if it was removed: no worker can go on, and no replacement can start."""
         if not self.weights.folder.exists():
             raise RunError(
                 f"the weight store {self.weights.folder} was removed during the run; leave folders named "

@@ -67,6 +67,7 @@ from dora.stream.sample_db import SampleStore
 from dora.text import plural, step_number
 from dora.trainer.checkpoint_folders import MANIFEST
 
+MAX_MISMATCH = 0.2  # nats, mean of a step; bfloat16 causes about 0.01
 NUM_EXAMPLES = 2  # responses shown of the evaluations before and after training
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SWITCH_INTERVAL_S = (
@@ -197,7 +198,8 @@ class _Session:
         self._orchestrator = previous.orchestrator if previous else TimedOrchestrator(setup.limits)
         self._cpu_s = 0.0  # of training; while that runs, without the current `cpu_s()`
         self._counts_cpu = False
-        self._is_saved = self._is_zero_gradient_reported = False
+        self._is_saved = False
+        self._shown_warnings: set[str] = set()  # their metrics
         finished = previous.evaluations.finished if previous and config.eval.every else ()
         known = (previous.resumed.from_step, finished, previous.now_s) if previous else ()
         trackers = Trackers(
@@ -281,7 +283,7 @@ class _Session:
             if config.trainer.continue_from is not None:
                 self._console.notice(
                     f"weights and optimizer are those of {config.trainer.continue_from}; steps, "
-                    "learning-rate schedule and dataset begin anew"
+                    "learning-rate schedule and dataset start from their beginning"
                 )
             self._metrics.start(executor.now)
         else:
@@ -420,12 +422,24 @@ class _Session:
             broken = invariants.check(self._orchestrator.snapshot())
             assert not broken, "; ".join(broken)
             gc.collect(1)  # cycles made since the last step; nothing older is scanned
-            if step.others.get("actor/num_tokens") == 0 and not self._is_zero_gradient_reported:
-                self._is_zero_gradient_reported = True
-                self._console.notice(
-                    f"step {step_number(step.step)} had no gradient: the rewards of each group were equal"
-                )
+            self._warn_once(step)
             self._metrics_writer.write(step.to_json())
+
+    def _warn_once(self, step: StepRecord) -> None:
+        """Warn of what is wrong in a step, at the first step in which it is."""
+        warnings = {}
+        if step.others.get("actor/num_tokens") == 0:
+            warnings["gradient"] = "had no gradient: the rewards of each group were equal"
+        if (nats := step.others.get("mismatch/logprob_abs_diff_mean", 0.0)) > MAX_MISMATCH:
+            warnings["mismatch"] = (
+                f"has log-probs of engines and trainer that differ by {nats:.2g} in the mean: they compute "
+                "different models, and the updates are wrong. Stop the run, and check it with dora audit "
+                f"--deep 8 {self._setup.out}"
+            )
+        for kind, warning in warnings.items():
+            if kind not in self._shown_warnings:
+                self._shown_warnings.add(kind)
+                self._console.notice(f"step {step_number(step.step)} {warning}")
 
     # resuming and saving
 

@@ -274,8 +274,18 @@ def _logprobs(turn: SessionTurn) -> ChoiceLogprobs:
     return ChoiceLogprobs(content=[TokenLogprob(token=turn.decode_token(id), logprob=x) for id, x in pairs])
 
 
+def usage_of(turn: SessionTurn) -> Usage:
+    """The tokens of all before the turn, and of the turn."""
+    num_prompt_tokens, num_tokens = turn.num_tokens
+    return Usage(
+        prompt_tokens=num_prompt_tokens,
+        completion_tokens=num_tokens,
+        total_tokens=num_prompt_tokens + num_tokens,
+    )
+
+
 def _completion(turn: SessionTurn, logprobs: ChoiceLogprobs | None) -> ChatCompletion:
-    answer, (num_prompt_tokens, num_tokens) = turn.answer, turn.num_tokens
+    answer = turn.answer
     calls = [
         ToolCallParam(id=id, function=FunctionCallParam(name=call.name, arguments=call.arguments))
         for id, call in turn.calls
@@ -293,11 +303,7 @@ def _completion(turn: SessionTurn, logprobs: ChoiceLogprobs | None) -> ChatCompl
                 token_ids=answer.turn.token_ids,
             )
         ],
-        usage=Usage(
-            prompt_tokens=num_prompt_tokens,
-            completion_tokens=num_tokens,
-            total_tokens=num_prompt_tokens + num_tokens,
-        ),
+        usage=usage_of(turn),
         version=turn.version,
         num_tokens_left=answer.turn.num_left,
     )

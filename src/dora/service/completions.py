@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from dora.errors import ServiceError
 from dora.runtime.rollout.agent_sessions import ChatMessage, TurnRequest
 from dora.service.agents import SessionName, SessionTurn, check_sampling, next_turn, open_if_new
-from dora.service.chat_completions import SessionHeader, Usage
+from dora.service.chat_completions import SessionHeader, Usage, usage_of
 from dora.service.context import Run, RunContext
 from dora.service.models import RequestBody
 
@@ -89,7 +89,7 @@ async def create_text_completion_of_session(
 
 
 def _completion(turn: SessionTurn) -> TextCompletion:
-    answer, (num_prompt_tokens, num_tokens) = turn.answer, turn.num_tokens
+    answer = turn.answer
     choice = TextChoice(
         text=answer.text,
         finish_reason="stop" if answer.turn.finish_reason == "stop" else "length",
@@ -99,11 +99,7 @@ def _completion(turn: SessionTurn) -> TextCompletion:
         id=f"cmpl-{turn.name}",
         created=int(time.time()),
         choices=[choice],
-        usage=Usage(
-            prompt_tokens=num_prompt_tokens,
-            completion_tokens=num_tokens,
-            total_tokens=num_prompt_tokens + num_tokens,
-        ),
+        usage=usage_of(turn),
         version=turn.version,
         num_tokens_left=answer.turn.num_left,
     )

@@ -13,7 +13,7 @@ import stat
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO, NamedTuple
+from typing import Annotated, BinaryIO, NamedTuple
 
 from fastapi import APIRouter, Query, Request
 from fastapi import Path as PathParameter
@@ -28,9 +28,6 @@ from dora.runtime.training.external import INCOMING_DIR
 from dora.service.context import Run, RunContext, RunHandle
 from dora.service.models import RequestBody
 from dora.service.training import require_trainer
-
-if TYPE_CHECKING:
-    from dora.runtime.run_setup import RunSetup
 
 router = APIRouter(prefix="/v1", tags=["weights"])
 
@@ -105,8 +102,8 @@ async def announce_weights(body: WeightFile, run: Run, request: Request) -> Publ
 @router.get("/weights/{version}", response_class=StreamingResponse)
 async def get_weights(run: Run, version: Annotated[VersionNumber, PathParameter()]) -> StreamingResponse:
     """A stored version as safetensors: the newest, or an older one that requests still need."""
-    setup, weights_dir = await run(lambda context: (context.setup, context.weights_dir))
-    file = await run_in_threadpool(_open_version, setup, weights_dir, version)
+    weights_dir = await run(lambda context: context.weights_dir)
+    file = await run_in_threadpool(_open_version, weights_dir, version)
     size = str(os.fstat(file.fileno()).st_size)
 
     def chunks() -> Iterator[bytes]:
@@ -221,11 +218,11 @@ def _open_regular_file(file: Path) -> BinaryIO:
 # --- download
 
 
-def _open_version(setup: RunSetup, weights_dir: Path, version: int) -> BinaryIO:
+def _open_version(weights_dir: Path, version: int) -> BinaryIO:
     """The open safetensors file of a stored version. Raises ServiceError if the version is not stored."""
     from dora.weights.store import WeightStore
 
-    store = WeightStore(weights_dir, setup.config.engine.dtype)
+    store = WeightStore(weights_dir)
     try:
         return store.path(version).open("rb")
     except FileNotFoundError as error:

@@ -59,20 +59,18 @@ class Checker:
         self.fleet.before_event(event)
         self.evaluation.before_event()
         self._group_to_retry = None
-        self._audit(event)
-        if (handler := _EVENT_HANDLERS.get(type(event))) is not None:
-            handler(self, event)
+        self._follow(event)
         self.inflight_updates.after_event(self.store)
 
     def check(self, action: actions.Action) -> None:
         """Check an action, before it is executed."""
-        self._audit(action)
-        if (handler := _ACTION_HANDLERS.get(type(action))) is not None:
-            handler(self, action)
+        self._follow(action)
 
-    def _audit(self, record: events.Event | actions.Action) -> None:
+    def _follow(self, record: events.Event | actions.Action) -> None:
         self.audit.observe(record)
         self._raise_findings()
+        if (handler := _HANDLERS.get(type(record))) is not None:
+            handler(self, record)
 
     def _raise_findings(self) -> None:
         if self.audit.findings:
@@ -303,7 +301,7 @@ def _siblings(group: GroupId, group_size: int) -> Iterable[RequestId]:
     return (RequestId(*group, k) for k in range(group_size))
 
 
-_EVENT_HANDLERS: dict[type, Callable[[Checker, Any], None]] = {
+_HANDLERS: dict[type, Callable[[Checker, Any], None]] = {
     events.EngineJoined: Checker._on_joined,
     events.EngineLost: lambda checker, event: checker.fleet.on_lost(event),
     events.EngineRemoved: lambda checker, event: checker.fleet.on_removed(event),
@@ -322,8 +320,6 @@ _EVENT_HANDLERS: dict[type, Callable[[Checker, Any], None]] = {
     events.Published: Checker._on_published,
     events.Loaded: Checker._on_loaded,
     events.LoadFailed: lambda checker, event: checker.fleet.on_load_failed(event),
-}
-_ACTION_HANDLERS: dict[type, Callable[[Checker, Any], None]] = {
     actions.Admit: Checker._admit,
     actions.Generate: Checker._generate,
     actions.Abort: lambda checker, action: checker.fleet.abort(action),

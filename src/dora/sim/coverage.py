@@ -97,8 +97,7 @@ MARKS = (
 class CoverageMarks:
     """Counts events and actions by kind, and situations by the names of MARKS.
 
-    Call `on_event` and `on_action` before the checker follows the event or action, and `on_state`
-    periodically.
+    Call `observe` before the checker follows an event or action, and `on_state` periodically.
     """
 
     def __init__(self, checker: Checker) -> None:
@@ -110,7 +109,7 @@ class CoverageMarks:
         self._failed: set[object] = set()  # requests
         self._bound = checker.limits.max_staleness  # at the last admission
         self._newest_load: dict[int, int] = {}  # engine -> newest version that it was to load
-        self._event_handlers: dict[type, Callable[[Any], None]] = {
+        self._handlers: dict[type, Callable[[Any], None]] = {
             events.DrainRequested: self._on_drain_requested,
             events.EngineJoined: self._on_joined,
             events.EngineLost: self._on_lost,
@@ -124,8 +123,6 @@ class CoverageMarks:
             events.Trained: self._on_trained,
             events.TrainerLost: self._on_trainer_lost,
             events.TrainerReplaced: self._on_trainer_replaced,
-        }
-        self._action_handlers: dict[type, Callable[[Any], None]] = {
             actions.Admit: self._admit,
             actions.StartEvaluation: lambda action: self._mark("evaluation: started"),
             actions.SkipEvaluation: lambda action: self._mark("evaluation: skipped, another is running"),
@@ -139,20 +136,14 @@ class CoverageMarks:
             actions.Train: self._train,
         }
 
-    def on_event(self, event: events.Event) -> None:
-        """Count an event, before the checker follows it."""
-        kind = type(event)
+    def observe(self, record: events.Event | actions.Action) -> None:
+        """Count an event or action."""
+        kind = type(record)
         self.counts[kind.__name__] += 1
-        self._last_event = event
-        if (handler := self._event_handlers.get(kind)) is not None:
-            handler(event)
-
-    def on_action(self, action: actions.Action) -> None:
-        """Count an action, before the checker checks it."""
-        kind = type(action)
-        self.counts[kind.__name__] += 1
-        if (handler := self._action_handlers.get(kind)) is not None:
-            handler(action)
+        if isinstance(record, events.Event):
+            self._last_event = record
+        if (handler := self._handlers.get(kind)) is not None:
+            handler(record)
 
     def on_state(self, state: State) -> None:
         """Count situations that only the orchestrator's state shows."""

@@ -43,14 +43,14 @@ class WorldOutcome:
     record: list[tuple[float, Event, list[Action]]] = field(default_factory=list)
 
 
-def run_swarm(num_seeds: int, as_json: bool, first_seed: int = 0) -> int:
+def run_swarm(num_seeds: int, as_json: bool) -> int:
     """Run `num_seeds` worlds, print a summary, and return the exit code: 1 if a world failed."""
     started_s = time.process_time()
     totals: Counter[str] = Counter()
     coverage: Counter[str] = Counter()
     num_events: list[int] = []
     failures: list[dict[str, object]] = []
-    for seed in range(first_seed, first_seed + num_seeds):
+    for seed in range(num_seeds):
         outcome = run_world(seed)
         num_events.append(outcome.num_events)
         totals["actions"] += outcome.num_actions
@@ -126,7 +126,7 @@ class _SimulatedRun:
                 self._check_state()
             event = self._crash_run() or world.next_event(self.orchestrator.next_wakeup()) or TimerFired()
             self._check_progress(event)
-            self.marks.on_event(event)
+            self.marks.observe(event)
             self.checker.observe(event)
             if isinstance(event, Trained):
                 self._run_crashes.on_trained(event, self.orchestrator.snapshot())
@@ -140,7 +140,7 @@ class _SimulatedRun:
     def _execute(self, actions: list[Action]) -> None:
         self.outcome.num_actions += len(actions)
         for action in actions:
-            self.marks.on_action(action)
+            self.marks.observe(action)
             self.checker.check(action)
             self.world.execute(action)
 

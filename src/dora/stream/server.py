@@ -69,7 +69,7 @@ class StreamServer:
                 endpoint.write(self._address_file)
         self._is_stopped = False
         self._evicted: deque[str] = deque()  # clients that another thread has evicted
-        self._lock = threading.Lock()  # held by whoever uses the stream
+        self._lock = threading.Lock()  # held by the thread that uses the stream
         self.is_closed = False
 
     def start(self) -> threading.Thread:

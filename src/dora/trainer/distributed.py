@@ -1,6 +1,6 @@
-"""FSDP2 training (`fully_shard`) on several ranks: rank 0 sends commands, and all ranks execute them.
+"""FSDP2 training (`fully_shard`) on several ranks: rank 0 sends calls of methods of `ShardedRank` to all.
 
-Commands and samples use a process group of their own, in which followers wait without a time limit while the
+Calls and samples use a process group of their own, in which followers wait without a time limit while the
 trainer is idle. The collectives of the model have a timeout, so a crashed or stuck rank becomes an error of
 the others.
 """
@@ -51,82 +51,7 @@ WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
 _NO_TIMEOUT = timedelta(days=365)  # a trainer may be idle; if rank 0 crashes, the group raises
 
 ReadSamples = Callable[[Sequence[Sample]], Sequence[Sample]]
-
-
-@dataclass(frozen=True)
-class AccumulateCommand:
-    """Add the gradient of one micro-batch; without samples, take part in the collectives of the others.
-
-    Samples that are in the stream come without the columns that a rank can read there. `num_updates` counts
-    the updates of the step so far.
-    """
-
-    samples: Sequence[Sample]
-    num_updates: int
-
-
-@dataclass(frozen=True)
-class StepCommand:
-    """Update the weights; as `Learner.step`."""
-
-    divisor: float
-    lr: float
-    max_grad_norm: float
-
-
-@dataclass(frozen=True)
-class ZeroGradCommand:
-    """Clear the accumulated gradient."""
-
-
-@dataclass(frozen=True)
-class SnapshotCommand:
-    """Copy weights and moments to host memory."""
-
-
-@dataclass(frozen=True)
-class RestoreCommand:
-    """Copy weights and moments back from the last snapshot."""
-
-
-@dataclass(frozen=True)
-class GatherCommand:
-    """Gather the weights, or a moment of the optimizer, on rank 0; `dtype` is that of torch."""
-
-    name: str
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class LoadCommand:
-    """Load shards of the weights from rank 0, and the moments after `num_updates` updates.
-
-    The moments are read from the checkpoint `folder`; they come from rank 0 if it is None. With `adapters`, a
-    state of `Adapters`, nothing else is loaded.
-    """
-
-    num_updates: int
-    folder: Path | None
-    adapters: Mapping[str, Any] | None
-
-
-@dataclass(frozen=True)
-class SaveCommand:
-    """Write shards of the moments to a new `folder` in the background."""
-
-    folder: Path
-
-
-RankCommand = (
-    AccumulateCommand
-    | StepCommand
-    | ZeroGradCommand
-    | SnapshotCommand
-    | RestoreCommand
-    | GatherCommand
-    | LoadCommand
-    | SaveCommand
-)
+RankCall = Callable[["ShardedRank"], object]  # a method of `ShardedRank`, or `partial` of one
 
 
 class RankGroup:
@@ -160,24 +85,24 @@ class RankGroup:
         )
         self.mesh = init_device_mesh(device.type, (num_ranks,))
         self.host_mesh = init_device_mesh("cpu", (num_ranks,))
-        self._command_group = dist.new_group(backend="gloo", timeout=_NO_TIMEOUT)
+        self._call_group = dist.new_group(backend="gloo", timeout=_NO_TIMEOUT)
         self.checkpoint_group = dist.new_group(backend="gloo", timeout=_NO_TIMEOUT)  # used by a thread
 
-    def scatter(self, commands: Sequence[RankCommand]) -> None:
-        """Send one command to each rank, rank 0 included. Rank 0 calls this."""
-        dist.scatter_object_list([None], list(commands), src=0, group=self._command_group)
+    def scatter(self, calls: Sequence[RankCall]) -> None:
+        """Send one call to each rank, rank 0 included. Rank 0 uses this."""
+        dist.scatter_object_list([None], list(calls), src=0, group=self._call_group)
 
-    def receive(self) -> RankCommand:
-        """Wait for the next command. The followers call this."""
+    def receive(self) -> RankCall:
+        """Wait for the next call. The followers use this."""
         received: list[Any] = [None]
-        dist.scatter_object_list(received, None, src=0, group=self._command_group)
-        command: RankCommand = received[0]
-        return command
+        dist.scatter_object_list(received, None, src=0, group=self._call_group)
+        call: RankCall = received[0]
+        return call
 
     def gather(self, own: StepMetrics) -> list[StepMetrics]:
         """The metrics of all ranks on rank 0; an empty list on the others."""
         gathered: list[Any] = [None] * self.num_ranks if self.rank == 0 else []
-        dist.gather_object(own, gathered or None, dst=0, group=self._command_group)
+        dist.gather_object(own, gathered or None, dst=0, group=self._call_group)
         return gathered
 
 
@@ -249,29 +174,31 @@ class DistributedLearner:
             others = [[_without_columns(s) for s in samples] for samples in others]
         sent: list[Sequence[Sample]] = [(), *others]
         sent += [()] * (self.num_ranks - len(sent))
-        with self._on_all_ranks([AccumulateCommand(samples, metrics.num_updates) for samples in sent]):
-            for sums in self._group.gather(self._rank.accumulate(own, metrics.num_updates)):
+        num_updates, follow = metrics.num_updates, ShardedRank.follow_accumulate
+        with self._on_all_ranks([partial(follow, samples=x, num_updates=num_updates) for x in sent]):
+            for sums in self._group.gather(self._rank.accumulate(own, num_updates)):
                 metrics.merge(sums)
 
     def step(self, divisor: float, lr: float, max_grad_norm: float) -> float:
-        with self._on_all_ranks(StepCommand(divisor, lr, max_grad_norm)):
+        follow = partial(ShardedRank.follow_step, divisor=divisor, lr=lr, max_grad_norm=max_grad_norm)
+        with self._on_all_ranks(follow):
             norm = self._rank.optimizer.step(divisor, lr, max_grad_norm)
         self._is_current = False
         return norm
 
     def zero_grad(self) -> None:
         if self._failure is None:
-            with self._on_all_ranks(ZeroGradCommand()):
-                self._rank.optimizer.zero_grad()
+            with self._on_all_ranks(ShardedRank.zero_grad):
+                self._rank.zero_grad()
 
     def snapshot(self) -> Callable[[], None]:
         """Each rank copies its own shards; nothing is gathered."""
-        with self._on_all_ranks(SnapshotCommand()):
+        with self._on_all_ranks(ShardedRank.snapshot):
             self._rank.snapshot()
         return self._restore
 
     def _restore(self) -> None:
-        with self._on_all_ranks(RestoreCommand()):
+        with self._on_all_ranks(ShardedRank.restore):
             self._rank.restore()
         self._is_current = False
 
@@ -302,7 +229,7 @@ class DistributedLearner:
         state = self._step_state()
         if not state["state"]:
             return state, None
-        with self._on_all_ranks(SaveCommand(folder)):
+        with self._on_all_ranks(partial(ShardedRank.save_moments, folder=folder)):
             saved = self._rank.save_moments(folder)
         return state, saved
 
@@ -313,24 +240,26 @@ class DistributedLearner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         loaded, adapters = state["state"].get(0, {"step": 0}), state if "adapters" in state else None
-        with self._on_all_ranks(command := LoadCommand(int(loaded["step"]), state.get("shards"), adapters)):
-            self._rank.load_state(command, self._flat, loaded)
+        num_updates, folder = int(loaded["step"]), state.get("shards")
+        call = partial(ShardedRank.load_state, num_updates=num_updates, folder=folder, adapters=adapters)
+        with self._on_all_ranks(call):
+            call(self._rank, flat=self._flat, moments=loaded)
         self._is_current = adapters is None
 
     def _gather(self, name: str, flat: Tensor) -> None:
-        with self._on_all_ranks(GatherCommand(name, flat.dtype)):
-            self._rank.gather(name, flat.dtype, flat)
+        with self._on_all_ranks(call := partial(ShardedRank.gather, name=name, dtype=flat.dtype)):
+            call(self._rank, flat=flat)
 
     @contextmanager
-    def _on_all_ranks(self, commands: RankCommand | Sequence[RankCommand]) -> Iterator[None]:
-        """Send the commands; rank 0 executes its own inside the block.
+    def _on_all_ranks(self, calls: RankCall | Sequence[RankCall]) -> Iterator[None]:
+        """Send one call for all ranks, or one for each; rank 0 does its part inside the block.
 
         After a failure of rank 0 alone the ranks are no longer synchronised, and every later call raises that
         failure.
         """
         if self._failure is not None:
             raise RunError(self._failure)
-        self._group.scatter(commands if isinstance(commands, Sequence) else [commands] * self.num_ranks)
+        self._group.scatter(calls if isinstance(calls, Sequence) else [calls] * self.num_ranks)
         try:
             yield
         except RunError:  # all ranks raise it
@@ -341,11 +270,9 @@ class DistributedLearner:
 
 
 def follow_rank0(group: RankGroup, rank: ShardedRank) -> None:
-    """Main loop of every other rank: execute rank 0's commands until the process is terminated."""
+    """Main loop of every other rank: make the calls of rank 0 until the process is terminated."""
     while True:
-        metrics = rank.execute(group.receive())
-        if metrics is not None:
-            group.gather(metrics)
+        group.receive()(rank)
 
 
 class ShardedRank:
@@ -392,32 +319,11 @@ class ShardedRank:
         """Updates of the weights so far."""
         return 0 if isinstance(self.optimizer, ShardedLora) else self.optimizer.moments.num_updates
 
-    def execute(self, command: RankCommand) -> StepMetrics | None:
-        """Execute a follower's part of a command; returns the metrics to gather, if there are any."""
-        match command:
-            case AccumulateCommand(samples, num_updates):
-                return self.accumulate(self._read_samples(samples), num_updates)
-            case StepCommand(divisor, lr, max_grad_norm):
-                with suppress(RunError):  # rank 0 raises the same error and reports it
-                    self.optimizer.step(divisor, lr, max_grad_norm)
-            case ZeroGradCommand():
-                self.optimizer.zero_grad()
-            case SnapshotCommand():
-                self.snapshot()
-            case RestoreCommand():
-                self.restore()
-            case GatherCommand(name, dtype):
-                self.gather(name, dtype, None)
-            case LoadCommand():
-                self.load_state(command, None, {})
-            case SaveCommand(folder):
-                self.save_moments(folder)  # rank 0 reports an error
-        return None
-
     def accumulate(self, samples: Sequence[Sample], num_updates: int) -> StepMetrics:
         """Add the gradient of a micro-batch; returns its metrics.
 
-        Without samples, run a dummy forward and backward pass, because every rank must join the collectives.
+        `num_updates` counts the updates of the step so far. Without samples, run a dummy forward and backward
+        pass, because every rank must join the collectives.
         """
         metrics = StepMetrics(num_updates=num_updates)
         if samples:
@@ -432,6 +338,19 @@ class ShardedRank:
         torch.autograd.backward((logprobs * 0.0).sum())
         return metrics
 
+    def follow_accumulate(self, samples: Sequence[Sample], num_updates: int) -> None:
+        """`accumulate` on a follower. Its samples come without the columns that it can read in the stream."""
+        self._group.gather(self.accumulate(self._read_samples(samples), num_updates))
+
+    def follow_step(self, divisor: float, lr: float, max_grad_norm: float) -> None:
+        """As `Learner.step`, on a follower: rank 0 raises the same error and reports it."""
+        with suppress(RunError):
+            self.optimizer.step(divisor, lr, max_grad_norm)
+
+    def zero_grad(self) -> None:
+        """Clear the accumulated gradient."""
+        self.optimizer.zero_grad()
+
     def snapshot(self) -> None:
         """Copy this rank's weights and moments to host memory; replaces the last snapshot."""
         self._restore = _nothing_saved  # frees its memory first
@@ -441,8 +360,8 @@ class ShardedRank:
         """Copy weights and moments back from the last snapshot."""
         self._restore()
 
-    def gather(self, name: str, dtype: torch.dtype, flat: Tensor | None) -> None:
-        """Gather the weights, or one of the optimizer's moments, in `flat` ([numel], `dtype`)."""
+    def gather(self, name: str, dtype: torch.dtype, flat: Tensor | None = None) -> None:
+        """Gather the weights, or one of the optimizer's moments, in rank 0's `flat` ([numel], `dtype`)."""
         shards = self._policy.shards
         if name != WEIGHTS:
             assert isinstance(self.optimizer, ShardedAdamW)
@@ -450,32 +369,46 @@ class ShardedRank:
         self._policy.gather([cast(DTensor, shard.to(dtype)) for shard in shards], flat)
 
     def save_moments(self, folder: Path) -> Future[None]:
-        """Copy this rank's moments to host memory, then write them to `folder` in a thread."""
+        """Copy this rank's moments to host memory, then write them to a new `folder` in a thread.
+
+        Rank 0 reports an error of any rank.
+        """
         assert isinstance(self.optimizer, ShardedAdamW)
         moments = self.optimizer.moments
         copies = {name: [x.to("cpu", copy=True) for x in getattr(moments, name)] for name in MOMENTS}
         group, state = self._group.checkpoint_group, self._host_shards(copies)
         return self._writer.submit(_write_shards, state, folder, group)
 
-    def load_state(self, command: LoadCommand, flat: Tensor | None, moments: Mapping[str, Tensor]) -> None:
-        """Load the weights and moments of rank 0, [numel] each, or what `command` says."""
+    def load_state(
+        self,
+        num_updates: int,
+        folder: Path | None,
+        adapters: Mapping[str, Any] | None,
+        flat: Tensor | None = None,
+        moments: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Load shards of rank 0's weights `flat`, and the moments after `num_updates` updates.
+
+        The moments are read from the checkpoint `folder`; if it is None, they are those of rank 0, [numel]
+        each. With `adapters`, a state of `Adapters`, nothing else is loaded.
+        """
         if isinstance(self.optimizer, ShardedLora):
-            assert command.adapters is not None
-            self.optimizer.load_state_dict(command.adapters)
+            assert adapters is not None
+            self.optimizer.load_state_dict(adapters)
             return
         self._policy.load(flat)
         own = self.optimizer.moments
-        own.num_updates = command.num_updates
+        own.num_updates = num_updates
         for name in MOMENTS:
             shards: list[Tensor] = getattr(own, name)
             if not own.num_updates:
                 loaded = [torch.zeros_like(shard) for shard in shards]
-            elif command.folder is None:
-                loaded = [*map(local_part, self._policy.scatter(moments.get(name)))]
+            elif folder is None:
+                loaded = [*map(local_part, self._policy.scatter(None if moments is None else moments[name]))]
             else:
                 loaded = [torch.empty_like(shard, device="cpu") for shard in shards]
                 group, parts = self._group.checkpoint_group, self._host_shards({name: loaded})
-                load(parts, checkpoint_id=command.folder, process_group=group)
+                load(parts, checkpoint_id=folder, process_group=group)
             for shard, part in zip(shards, loaded, strict=True):
                 shard.copy_(part)
 

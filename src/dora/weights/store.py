@@ -179,7 +179,7 @@ def _pid_namespace() -> str:
 class RecentVersions:
     """The trainer's view of the store: the newest `num` versions stay mapped after the store drops them.
 
-    A resumed run may publish a version again with other bytes. Their digest tells them apart.
+    A resumed run may publish a version again with other bytes. Their digest distinguishes them.
     """
 
     def __init__(self, store: WeightStore, num: int, replay_store: WeightStore | None = None) -> None:

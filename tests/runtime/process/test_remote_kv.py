@@ -63,9 +63,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteE
 def test_a_request_migrates_to_another_machine_bit_by_bit(cluster: RemoteEngineCluster) -> None:
     request = make_request(1, max_tokens=60)
     expected = run(make_engine(), [request])[request.id]
-    cluster.add_engine("a").submit([request])
-    destination = cluster.add_engine("b")
-    cluster.step("a", 40)
+    _, destination = cluster.begin(request, 40)
     imported = cluster.migrate(request, "a", "b")
     assert imported.num_bytes == -(-(len(request.prompt_ids) + 39) // 16) * BLOCK_BYTES
     assert (imported.num_prefilled, destination.num_prefilled) == (0, 0)
@@ -102,9 +100,7 @@ def test_one_engine_owns_the_request_if_both_claim_it_at_once(cluster: RemoteEng
 def test_a_request_stays_at_the_source_if_its_kv_cannot_be_read(cluster: RemoteEngineCluster) -> None:
     request = make_request(1, max_tokens=60)
     expected = run(make_engine(), [request])[request.id]
-    cluster.add_engine("a").submit([request])
-    cluster.add_engine("b")
-    cluster.step("a", 20)
+    cluster.begin(request, 20)
     migration_id = cluster.start_migration(request, "a", "b")
     migrator = cluster.engines["b"]._migrator
     assert migrator._kv is not None
@@ -123,9 +119,7 @@ def test_a_request_stays_at_the_source_if_its_kv_cannot_be_read(cluster: RemoteE
 def test_an_engine_that_loses_the_broker_exits(cluster: RemoteEngineCluster) -> None:
     """It cannot know who owns the request. The driver handles the lost engine, and reads the state."""
     request = make_request(1, max_tokens=60)
-    cluster.add_engine("a").submit([request])
-    cluster.add_engine("b")
-    cluster.step("a", 20)
+    cluster.begin(request, 20)
     cluster.start_migration(request, "a", "b")
     cluster.broker.close()
     with pytest.raises(OSError, match="is lost"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.runtime.tiny import write_task
+from tests.runtime.tiny import drop_engine_settings, write_task
 
 from dora.config import load
 from dora.config.schema import Config
@@ -46,9 +46,8 @@ def task(tmp_path: Path) -> Path:
 
 
 def read(task: Path, changes: dict[str, Any]) -> Config:
-    if "engine.backend" in changes:  # settings of DORA-RL's own engine have no effect then
-        text = task.read_text().replace('kernels = "eager"\n', "").replace('min_step_time = "10ms"\n', "")
-        task.write_text(text)
+    if "engine.backend" in changes:
+        drop_engine_settings(task)  # they have no effect then
     return load.read_config(task, [f"{key}={value}" for key, value in changes.items()])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,12 +25,14 @@ def store(tmp_path: Path) -> WeightStore:
     return store
 
 
-def make_engine(**settings: Any) -> Engine:
-    return Engine(MODEL, max_rows=2, max_context=40, version_slots=2, kernels="eager", **settings)
+def make_engine() -> Engine:
+    return Engine(MODEL, max_rows=2, max_context=40, version_slots=2, kernels="eager")
 
 
-def deferred_loader(store: WeightStore, engine: Engine) -> WeightLoader:
-    return WeightLoader(engine, store, Prefetcher(store, is_pinned=False))
+def deferred(store: WeightStore) -> tuple[Engine, WeightLoader]:
+    """An engine whose loads are deferred."""
+    engine = make_engine()
+    return engine, WeightLoader(engine, store, Prefetcher(store, is_pinned=False))
 
 
 def request(version: int) -> Request:
@@ -59,8 +60,7 @@ def test_a_load_without_prefetcher_is_finished_at_once(store: WeightStore) -> No
 
 
 def test_a_deferred_version_is_active_once_its_digest_is_known(store: WeightStore) -> None:
-    engine = make_engine()
-    loader = deferred_loader(store, engine)
+    engine, loader = deferred(store)
     loader.prefetch(1)
     loader.load(1)
     assert engine.versions == {}
@@ -69,8 +69,7 @@ def test_a_deferred_version_is_active_once_its_digest_is_known(store: WeightStor
 
 
 def test_the_digest_is_of_the_bytes_in_the_engine(store: WeightStore) -> None:
-    engine = make_engine()
-    loader = deferred_loader(store, engine)
+    engine, loader = deferred(store)
     copy_to_slot = engine.copy_to_slot
 
     def copy_damaged(version: int, source: torch.Tensor) -> torch.Tensor:
@@ -85,8 +84,7 @@ def test_the_digest_is_of_the_bytes_in_the_engine(store: WeightStore) -> None:
 
 
 def test_a_load_reports_a_pause_only_if_rows_were_decoding(store: WeightStore) -> None:
-    engine = make_engine()
-    loader = deferred_loader(store, engine)
+    engine, loader = deferred(store)
     loader.load(0)
     assert loaded(loader).stop_s == 0.0
     engine.submit([request(0)])
@@ -97,8 +95,9 @@ def test_a_load_reports_a_pause_only_if_rows_were_decoding(store: WeightStore) -
 def test_rows_decode_during_a_deferred_load_and_give_the_same_tokens(store: WeightStore) -> None:
     answers = []
     for is_deferred in (False, True):
-        engine = make_engine()
-        loader = deferred_loader(store, engine) if is_deferred else WeightLoader(engine, store, None)
+        engine, loader = deferred(store)
+        if not is_deferred:
+            loader = WeightLoader(engine, store)
         loader.load(0)
         loader.wait_for({0})
         engine.submit([request(0)])
@@ -111,8 +110,7 @@ def test_rows_decode_during_a_deferred_load_and_give_the_same_tokens(store: Weig
 
 
 def test_requests_for_a_version_wait_until_it_is_loaded(store: WeightStore) -> None:
-    engine = make_engine()
-    loader = deferred_loader(store, engine)
+    engine, loader = deferred(store)
     loader.load(2)
     loader.wait_for({0, 1})
     assert loader.is_busy
@@ -122,8 +120,7 @@ def test_requests_for_a_version_wait_until_it_is_loaded(store: WeightStore) -> N
 
 
 def test_a_version_may_be_dropped_and_loaded_again_before_the_reply(store: WeightStore) -> None:
-    engine = make_engine()
-    loader = deferred_loader(store, engine)
+    engine, loader = deferred(store)
     for _ in range(3):
         loader.load(0)
         loader.drop(0)
@@ -136,8 +133,7 @@ def test_a_version_may_be_dropped_and_loaded_again_before_the_reply(store: Weigh
 
 
 def test_a_missing_version_is_rejected_and_its_slot_is_free(store: WeightStore) -> None:
-    engine = make_engine()
-    loader = deferred_loader(store, engine)
+    _, loader = deferred(store)
     loader.prefetch(7)
     loader.load(7)
     (reply,) = loader.poll()

@@ -149,7 +149,19 @@ class HttpEngine(ABC):
     """An `InferenceEngine` whose work is done by a server."""
 
     server_kind: ClassVar[ServerKind]
-    capabilities: ClassVar[Capabilities]
+    capabilities = Capabilities(
+        max_versions=None,
+        decode_only=2,
+        episodes=True,
+        inflight_update=True,
+        stop_strings=True,
+        pauses=True,
+        migrates_without_kv=True,
+        kv_transfer=True,
+        tensor_parallel=True,
+        dtypes=("float32", "bfloat16"),
+        devices=("cpu", "cuda"),
+    )
     kernels: str
     num_slots = 1  # versions that the server can hold
     _is_multi_version = False  # the server has several slots, however many of them this engine may use
@@ -228,6 +240,15 @@ class HttpEngine(ABC):
     @abstractmethod
     def _parse_event(self, running: ServerRequest, event: Any) -> StreamDelta:
         """Raises KeyError, TypeError or ValueError for an event of another form."""
+
+    def _kv_folders(self, running: ServerRequest) -> dict[str, str]:
+        """DORA-RL's parameters of a request: where its KV goes once an export is ordered, and comes from."""
+        folders = {}
+        if self._kv is not None:
+            folders["dora_export"] = str(self._kv.folder_of(running.server_id))
+        if running.kv_folder is not None:
+            folders["dora_import"] = str(running.kv_folder)
+        return folders
 
     def _num_prefilled(self, event: Any) -> int | None:
         """Tokens of the prompt that the server has prefilled, if an event says that instead of tokens."""

@@ -48,7 +48,6 @@ from dora.engine.backends.server_plugins.dora_sglang import (
     SLOTS_VARIABLE,
     TOKEN_VARIABLE,
 )
-from dora.engine.interface import Capabilities
 from dora.errors import ConfigError
 
 TESTED_VERSIONS = ("0.5.23",)  # others have other classes
@@ -74,19 +73,6 @@ class Sglang(HttpEngine):
     """An SGLang server, with DORA-RL's scheduler."""
 
     server_kind = SGLANG
-    capabilities = Capabilities(
-        max_versions=None,
-        decode_only=2,
-        episodes=True,
-        inflight_update=True,
-        stop_strings=True,
-        pauses=True,
-        migrates_without_kv=True,
-        kv_transfer=True,
-        tensor_parallel=True,
-        dtypes=("float32", "bfloat16"),
-        devices=("cpu", "cuda"),
-    )
 
     @classmethod
     def check_options(cls, *, python: object = None, **others: object) -> None:
@@ -186,12 +172,8 @@ class Sglang(HttpEngine):
         self.server.call("/set_internal_state", {"server_args": dict.fromkeys((call, *arguments), 1)})
 
     def _generate_call(self, running: ServerRequest) -> tuple[str, JsonBody]:
-        sampling, folders = running.request.sampling, {}
+        sampling, folders = running.request.sampling, self._kv_folders(running)
         label = self._labels[running.request.version] + (KEEP if self._keeps_version(running) else "")
-        if self._kv is not None:
-            folders["dora_export"] = str(self._kv.folder_of(running.server_id))
-        if running.kv_folder is not None:
-            folders["dora_import"] = str(running.kv_folder)
         return "/generate", {
             "rid": running.server_id,
             "input_ids": running.prompt_ids,

@@ -56,7 +56,6 @@ from dora.engine.backends.server_plugins.dora_vllm import (
     PROTOCOL,
     TOKEN_VARIABLE,
 )
-from dora.engine.interface import Capabilities
 from dora.engine.request import EngineError
 from dora.errors import ConfigError
 from dora.model.config import ModelConfig
@@ -84,7 +83,7 @@ KV_CONNECTORS = {  # by the option `kv_connector`: class and module
     "files": ("KVFileConnector", "dora_vllm_kv"),
     "nixl": ("KVNixlConnector", "dora_vllm_nixl"),
 }
-# A server keeps the blocks of a ticket that nobody reads for this time, and waits with a pause until then.
+# A server keeps the blocks of an unread ticket for this time, and waits with a pause until then.
 # Servers read no blocks in the last 5 seconds of a lease.
 NIXL_LEASE_S = 12
 ENVIRONMENT = {
@@ -114,19 +113,6 @@ class Vllm(HttpEngine):
     """A vLLM server. With several version slots it has DORA-RL's worker and scheduler classes."""
 
     server_kind = VLLM
-    capabilities = Capabilities(
-        max_versions=None,
-        decode_only=2,
-        episodes=True,
-        inflight_update=True,
-        stop_strings=True,
-        pauses=True,
-        migrates_without_kv=True,
-        kv_transfer=True,
-        tensor_parallel=True,
-        dtypes=("float32", "bfloat16"),
-        devices=("cpu", "cuda"),
-    )
 
     @classmethod
     def check_options(cls, *, python: object = None, **others: object) -> None:
@@ -298,11 +284,7 @@ class Vllm(HttpEngine):
         self.server.call(CONTINUE_PATH, {"arguments": [self._labels[version]]})
 
     def _generate_call(self, running: ServerRequest) -> tuple[str, JsonBody]:
-        sampling, kv_params = running.request.sampling, {}
-        if self._kv is not None:
-            kv_params["dora_export"] = str(self._kv.folder_of(running.server_id))
-        if running.kv_folder is not None:
-            kv_params["dora_import"] = str(running.kv_folder)
+        sampling, kv_params = running.request.sampling, self._kv_folders(running)
         salt = self._labels[running.request.version] + (KEEP if self._keeps_version(running) else "")
         return "/inference/v1/generate", {
             "request_id": running.server_id,
@@ -499,7 +481,7 @@ def _nixl_environment(host: str | None, device: str) -> dict[str, str]:
         port = probe.getsockname()[1]
     ucx = {} if host is not None else {"UCX_NET_DEVICES": "lo"}
     if device == "cpu":
-        ucx["UCX_TLS"] = "tcp,self"  # through shared memory a read from a dead process may not end
+        ucx["UCX_TLS"] = "tcp,self"  # through shared memory a read from an exited process may not end
     return {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": host or "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": f"{port}",  # of each engine, whatever the user's environment says
@@ -600,8 +582,7 @@ class VllmLora(Vllm):
         write_adapter(folder, tensors, self._rank, self._config.linear_names)
         path = str(folder / ADAPTER_FILE)
         try:
-            call = {"method": "dora_digest", "args": [path]}
-            if set(self.server.call("/collective_rpc", call)["results"]) != {safetensors_digest(path)}:
+            if {*self._call_workers("dora_digest", path)} != {safetensors_digest(path)}:
                 raise EngineError(f"{self.server} has read another adapter than was written to {path}")
             self.server.call_raw("/v1/load_lora_adapter", {"lora_name": label, "lora_path": str(folder)})
         except BaseException:

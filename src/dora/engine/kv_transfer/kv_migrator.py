@@ -105,9 +105,6 @@ class KVMigrator(Migrator[KVExport, KVImport]):
         assert request is not None
         return KVExport(command, handoff, request, self._kv if command.carries_kv else None, self.clock())
 
-    def _close_export(self, migration: KVExport) -> None:
-        migration.close()
-
     def _advance_export(self, migration: KVExport) -> PartialOutput | None:
         request_id = migration.command.request_id
         sequence = self._scheduler.running.get(request_id)

@@ -55,6 +55,9 @@ class OutgoingMigration:
         """Blocks that the destination has copied."""
         return 0
 
+    def close(self) -> None:
+        """Free what the export has occupied, beside the request."""
+
 
 class IncomingMigration:
     """A request that this engine imports."""
@@ -177,9 +180,6 @@ class Migrator(ABC, Generic[OutgoingT, IncomingT]):
     def _snapshot(self, migration: OutgoingT, output: PartialOutput) -> RequestSnapshot:
         """What to export of a request that is not decoded any more."""
 
-    def _close_export(self, migration: OutgoingT) -> None:
-        """Free what an export has occupied, beside the request."""
-
     @abstractmethod
     def _release(self, request_id: RequestId) -> None:
         """Free a request that another engine owns now."""
@@ -238,13 +238,13 @@ class Migrator(ABC, Generic[OutgoingT, IncomingT]):
 
     def _finish_export(self, request_id: RequestId, migration: OutgoingT) -> None:
         del self._outgoing[request_id]
-        self._close_export(migration)
+        migration.close()
         self._release(request_id)
         self._replies.append(ExportFinished(migration.command.migration_id))
 
     def _end_export(self, request_id: RequestId, migration: OutgoingT, failure: str) -> None:
         del self._outgoing[request_id]
-        self._close_export(migration)
+        migration.close()
         self._retain(request_id)
         self._replies.append(ExportFailed(migration.command.migration_id, failure))
 

@@ -44,20 +44,6 @@ def create_pool(path: Path, num_bytes: int) -> NDArray[np.uint8]:
     return np.frombuffer(mapped, np.uint8)
 
 
-def open_pool(path: Path, num_bytes: int) -> KVBlocks:
-    """Map another engine's pool, of blocks of `num_bytes`, to read.
-
-    Raises OSError if the file does not exist, ValueError if it is empty.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-    finally:
-        os.close(descriptor)
-    num_blocks = len(mapped) // num_bytes
-    return np.frombuffer(mapped, np.uint64, num_blocks * num_bytes // 8).reshape(num_blocks, -1)
-
-
 def view_as_blocks(pool: NDArray[np.uint8], num_blocks: int) -> KVBlocks:
     """The bytes of a pool as `num_blocks` blocks of words."""
     return pool.reshape(num_blocks, -1).view(np.uint64)
@@ -80,17 +66,24 @@ class PeerPool(Protocol):
 
 
 class MappedPool:
-    """The pool of an engine on the same machine."""
+    """The pool of an engine on the same machine, to read."""
 
     def __init__(self, path: Path, num_bytes: int) -> None:
-        """Map the file. Raises as `open_pool`."""
-        self._blocks = open_pool(path, num_bytes)
+        """Map its file, of blocks of `num_bytes`.
+
+        Raises OSError if the file does not exist, ValueError if it is empty.
+        """
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        num_blocks = len(mapped) // num_bytes
+        words = np.frombuffer(mapped, np.uint64, num_blocks * num_bytes // 8)
+        self.blocks: KVBlocks = words.reshape(num_blocks, -1)
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self.blocks)
 
     def copy(self, sources: Sequence[int], pool: KVBlocks, targets: Sequence[int], /) -> Checksums:
-        return copy_blocks(self._blocks, sources, pool, targets)
+        return copy_blocks(self.blocks, sources, pool, targets)
 
 
 class EngineKV(Protocol[Peer]):

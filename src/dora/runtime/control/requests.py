@@ -126,7 +126,7 @@ class Gateway(Protocol):
     def close(self, is_urgent: Callable[[], bool]) -> None:
         """Stop, also if `open` was never called.
 
-        A gateway may first tell its clients for a while how the run has ended, until `is_urgent()`.
+        A gateway may first report for a while to its clients how the run has ended, until `is_urgent()`.
         """
 
 

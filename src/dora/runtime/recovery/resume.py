@@ -120,7 +120,7 @@ def _extension_overrides(run: Path) -> list[str]:
 
 
 def _check_schedule(run: Path, before: Config, config: Config, overrides: Sequence[str]) -> None:
-    """Raises InputError if more steps change a learning rate that the user has not stated anew."""
+    """Raises InputError if more steps change a learning rate that the user has not stated again."""
     is_stated = any(override.partition("=")[0].strip() == LR_DECAY for override in overrides)
     if before.trainer.lr_decay != "constant" and not is_stated:
         steps = before.run.steps

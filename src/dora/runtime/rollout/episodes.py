@@ -454,7 +454,7 @@ class Episodes:
     def _submit_branch(self, episode: _Episode) -> None:
         """Continue with a branch as a new request of the same name, where the last turn was.
 
-        An engine may still be told to move the old request; until that has failed the branch waits.
+        The core may still migrate the old request; the branch waits until that migration has failed.
         """
         branch, request = episode.branch, episode.id.request
         if branch is None or self._engine_pool.is_migrating(request):

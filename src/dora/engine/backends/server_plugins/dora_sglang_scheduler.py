@@ -636,7 +636,7 @@ def _merged(batch: Any | None, other: Any) -> Any:
 def _part(batch: Any, numbers: Sequence[int]) -> Any:
     """The requests of a batch that have these numbers there; the batch itself if it has no others.
 
-    What sampling has counted for penalties, which DORA-RL's requests do not have, begins anew.
+    What sampling has counted for penalties, which DORA-RL's requests do not have, starts from zero.
     """
     if len(numbers) == len(batch.reqs):
         return batch

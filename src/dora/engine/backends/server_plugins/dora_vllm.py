@@ -58,18 +58,23 @@ class WorkerExtension:
             digest = thread.submit(dora_digest.safetensors_digest, path)
             names = stored.keys()
             self.model_runner.reload_weights(weights_iterator=((x, stored.get_tensor(x)) for x in names))
-        self.pack_head(self.model_runner.get_model())
+        self.pack_again(self.model_runner.get_model())
         return self.record_digest(version, digest.result())
 
-    def pack_head(self, model: Any) -> None:
-        """On a CPU the LM head multiplies with a packed copy of its weight.
+    def pack_again(self, model: Any) -> None:
+        """On a CPU, LM heads and mixtures of experts multiply with packed copies of their weights.
 
-        vLLM 0.32 does not pack it again if the weight is tied to the embedding's, and would keep the initial
-        head.
+        vLLM 0.32 packs them once: a head that is tied to the embedding would stay the initial one, and
+        experts would be read as if they were packed.
         """
-        head = getattr(model, "lm_head", None)
-        if head is not None and self.dora_info()["device"] == "cpu":
+        if self.dora_info()["device"] != "cpu":
+            return
+        if (head := getattr(model, "lm_head", None)) is not None:
             head.quant_method.process_weights_after_loading(head)
+        for layer in model.modules():
+            kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+            if kernel is not None:
+                kernel.fused_experts.process_weights_after_loading(layer)
 
     def record_digest(self, version: str, digest: str) -> str:
         """Let the KV connector know which weights compute for requests of a version. Returns the digest."""

@@ -67,7 +67,7 @@ class TransferExtension(FileLoader):  # type: ignore[misc]
 
     def dora_received_digest(self, version: str) -> str:
         """The digest of the weights that the last transfer brought, those of `version`."""
-        self.pack_head(self.model_runner.get_model())
+        self.pack_again(self.model_runner.get_model())
         digest: str = self.record_digest(version, self.weight_transfer_engine.digest)
         return digest
 

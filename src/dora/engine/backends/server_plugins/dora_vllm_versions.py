@@ -123,7 +123,7 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
         if not load.is_read:
             return ""
         self._end_load()
-        self.pack_head(slot.model)
+        self.pack_again(slot.model)
         digest: str = self.record_digest(version, load.digest())
         slot.version = version
         return digest
