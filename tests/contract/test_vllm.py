@@ -784,7 +784,7 @@ class FakeRunner:
 def test_the_server_reads_each_parameter_of_a_versions_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And returns the digest, for files of one piece and of several, and packs on a CPU what vLLM packs once."""
+    """Returns the digest, for files of one piece and of several, and packs on a CPU what vLLM packs once."""
     monkeypatch.syspath_prepend(PLUGINS)
     for config in (CONFIG, ModelConfig(2**19 + 1, 32, 48, 1, 1, 1, 32, 64)):
         layout, path = WeightLayout(config), tmp_path / "weights"
