@@ -34,7 +34,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def dora(site: Path, *arguments: str, cwd: Path) -> str:
-    # numba would compile all kernels anew, at their new place; a run in bfloat16 with one engine needs none.
+    # numba would compile all kernels again, at their new place; a run in bfloat16 with one engine needs none.
     environment = {**os.environ, "PYTHONPATH": str(site), "NUMBA_DISABLE_JIT": "1"}
     command = [sys.executable, "-P", "-m", "dora", *arguments]
     done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, check=False)

@@ -72,7 +72,7 @@ def test_a_request_whose_kv_could_not_be_written_migrates_without_it(fleet: Flee
 
 
 def test_a_server_that_does_not_halt_a_request_costs_the_source_a_prefill(fleet: Fleet) -> None:
-    """The driver or the lease ends the migration. The server gets the request anew; the old one ends."""
+    """The driver or the lease ends the migration. The server gets the request again; the old one ends."""
     source, destination = fleet.source(kv="never"), fleet.engine()
     assert fleet.driver.start(REQUEST, source, destination, fleet.pool(0)) == []
     assert fleet.driver.poll(source) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.engine import tiny
@@ -28,6 +29,17 @@ def test_the_digest_of_bf16_weights_is_that_of_the_bytes_they_are_rounded_to() -
         bf16_engine.load(1, flat.double())
     with pytest.raises(EngineError, match=r"bfloat16 .*, expected float32"):
         tiny.make_engine().load(1, flat.bfloat16())
+
+
+def test_a_bf16_engine_has_almost_the_logprobs_of_an_fp32_one() -> None:
+    bf16_engine, flat = engine(), (tiny.weights() / 4).bfloat16()
+    bf16_engine.load(0, flat)
+    requests = [tiny.make_request(i, max_tokens=24) for i in range(8)]
+    for request_id, completion in tiny.run(bf16_engine, requests).items():
+        prompt = next(request.prompt_ids for request in requests if request.id == request_id)
+        logits = tiny.full_logits(flat.float(), [*prompt, *completion.token_ids])[len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=0.05)
 
 
 def test_the_digest_of_a_large_buffer_depends_on_every_chunk() -> None:

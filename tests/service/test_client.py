@@ -159,7 +159,7 @@ def responding(*responses: bytes) -> Iterator[tuple[str, list[str]]]:
                     connection.sendall(response)
 
     server = socket.create_server(("127.0.0.1", 0))
-    thread = threading.Thread(target=respond)
+    thread = threading.Thread(target=respond, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.getsockname()[1]}", requests
     thread.join()

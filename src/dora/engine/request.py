@@ -116,8 +116,9 @@ class Sequence:
 
 @dataclass(frozen=True)
 class PrefillInput:
-    """Tokens whose KV belongs in `block_table`; that of the first `num_cached` is there before, or an earlier
-    input of the same step computes it.
+    """Tokens whose KV belongs in `block_table`.
+
+    The KV of the first `num_cached` tokens exists already, or an earlier input of the same step computes it.
     """
 
     token_ids: tuple[int, ...]

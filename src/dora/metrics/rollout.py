@@ -189,7 +189,7 @@ class MigrationMetrics:
     succeeded: Counter[str] = field(default_factory=Counter)  # by the reason of the migration
     failed: Counter[str] = field(default_factory=Counter)  # by the reason of the failure
     kv_bytes: int = 0
-    downtimes_s: list[float] = field(default_factory=list)  # without a token
+    downtimes_s: list[float] = field(default_factory=list)  # in which a request got no token
     reprefill_tokens: int = 0  # of requests restarted although no engine was lost, or migrated without KV
 
     def add(self, span: Span) -> None:

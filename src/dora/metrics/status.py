@@ -123,7 +123,10 @@ def _read_starting(run: Path) -> RunStatus | None:
     """The status of a driver that runs and has written no status yet, as while a cluster has no free slot."""
     if (driver := driver_of(run)) is None:
         return None
-    created_s = driver.create_time()
+    try:
+        created_s = driver.create_time()
+    except psutil.NoSuchProcess:
+        return None
     with contextlib.suppress(FileNotFoundError):
         content = json.loads((run / STATUS_FILE).read_bytes())
         if content["pid"] == driver.pid and abs(content["created_s"] - created_s) < 1.0:

@@ -244,5 +244,5 @@ def _probabilities(normals: Floats) -> Floats:
 
 
 def _cdf(z: float) -> float:
-    """Of the standard normal distribution."""
+    """The cumulative distribution function of the standard normal distribution."""
     return 0.5 * math.erfc(-z / math.sqrt(2))

@@ -47,7 +47,7 @@ from dora.report.timeline import (
 NUM_SAMPLES = 400  # responses shown in full
 MAX_POINTS = 800  # of a curve
 NUM_DIGITS = 5  # significant ones of a point
-LIMITS = ("num_steps", "batch_size", "group_size", "max_staleness", "breaks_c1")  # that the page shows
+SHOWN_LIMITS = ("num_steps", "batch_size", "group_size", "max_staleness", "breaks_c1")
 
 JsonObject = dict[str, Any]
 
@@ -124,7 +124,7 @@ class RunReader:
             "is_torn": self._is_torn,
             "is_started": bool(self._lines),
             "is_finished": bool(summary),
-            "limits": {name: getattr(self._limits, name) for name in LIMITS},
+            "limits": {name: getattr(self._limits, name) for name in SHOWN_LIMITS},
             "policy": _policy(self._limits, config),
             "config": config,
             "summary": summary,

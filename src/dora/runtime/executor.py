@@ -163,8 +163,7 @@ class ProcessExecutor:
         """Wait for messages, turn them into events, and check the deadlines. Raises RunError."""
         self.engine_pool.flush()
         self._supervisor.poll(max(0.0, timeout_s))
-        if not self.events:
-            self.check_weight_store()
+        self.check_weight_store()
         self.samples.commit()  # readers of the store need not wait for an event
         self._elastic.scale()
         if self.storage is not None and self.storage.take_replaced():

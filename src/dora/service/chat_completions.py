@@ -275,7 +275,7 @@ def _logprobs(turn: SessionTurn) -> ChoiceLogprobs:
 
 
 def usage_of(turn: SessionTurn) -> Usage:
-    """The tokens of all before the turn, and of the turn."""
+    """The number of tokens before the turn, and in it."""
     num_prompt_tokens, num_tokens = turn.num_tokens
     return Usage(
         prompt_tokens=num_prompt_tokens,

@@ -67,6 +67,7 @@ class Checker:
         self._follow(action)
 
     def _follow(self, record: events.Event | actions.Action) -> None:
+        """Audit an event or action, and check what its type needs. Raises Violation."""
         self.audit.observe(record)
         self._raise_findings()
         if (handler := _HANDLERS.get(type(record))) is not None:

@@ -270,7 +270,7 @@ class DistributedLearner:
 
 
 def follow_rank0(group: RankGroup, rank: ShardedRank) -> None:
-    """Main loop of every other rank: make the calls of rank 0 until the process is terminated."""
+    """Main loop of every other rank: make the calls that rank 0 sends, until the process is terminated."""
     while True:
         group.receive()(rank)
 

@@ -183,10 +183,11 @@ def test_a_backend_with_lora_versions_needs_a_trainer_of_lora_adapters(task: Pat
         "python = 3": "python = 3: no such command",
         'url = "here:8000"': "must read http://host:port",
         'url = "https://here:8000"': "must read http://host:port",
+        'url = "http://here"': "must read http://host:port",
         'url = "http://here:99999"': "must read http://host:port",
         'url = "http://here:8000/v1"': "must read http://host:port",
     }.items(),
-    ids=["nothing", "both", "no command", "number", "no scheme", "https", "no port", "a path"],
+    ids=["nothing", "both", "no command", "number", "no scheme", "https", "no port", "large port", "a path"],
 )
 def test_invalid_server_options_are_rejected_before_anything_starts(
     task: Path, backend: str, options: str, error: str

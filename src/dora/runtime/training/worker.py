@@ -205,7 +205,7 @@ def _finish_state(spec: TrainerSpec, step: int, state: dict[str, Any]) -> ExtraF
 
 
 def run_follower(outbox: WorkerOutbox, inbox: WorkerInbox, spec: TrainerSpec) -> None:
-    """Every other rank: hold a shard of the policy and execute rank 0's commands until killed.
+    """Every other rank: hold a shard of the policy and make the calls that rank 0 sends, until killed.
 
     The driver sends nothing; `inbox` only ends the process with the driver.
     """

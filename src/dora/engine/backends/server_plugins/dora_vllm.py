@@ -62,10 +62,10 @@ class WorkerExtension:
         return self.record_digest(version, digest.result())
 
     def pack_again(self, model: Any) -> None:
-        """On a CPU, LM heads and mixtures of experts multiply with packed copies of their weights.
+        """Call this once after each load. On a CPU, LM heads and experts multiply with packed weights.
 
-        vLLM 0.32 packs them once: a head that is tied to the embedding would stay the initial one, and
-        experts would be read as if they were packed.
+        vLLM 0.32 packs them at the first load only. A head that is tied to the embedding would stay the
+        initial one, and experts would be read as if they were packed.
         """
         if self.dora_info()["device"] != "cpu":
             return
