@@ -383,18 +383,15 @@ def test_servers_read_each_others_kv_over_nixl(tmp_path: Path, version_slots: in
         make_long_server(tmp_path, number, version_slots, kv_connector="nixl") for number in range(2)
     )
     driver, answers = MigrationDriver(tmp_path), list[Completion]()
-    moved, kept, late, orphan = (make_request(n, max_tokens=LONG_CONTEXT - 9) for n in range(4))
     try:
         for engine in (source, destination):
             engine.load(0, version_weights(0))
 
-        submit(driver, source, moved)
-        replies = driver.migrate(moved, source, destination, source.kv_pool)
-        (reply,) = (reply for reply in replies if isinstance(reply, ImportFinished))
-        assert (reply.num_prefilled, reply.num_bytes > 0) == (0, True)
+        moved = move_a_request(driver, source, destination, 0)
         answers.append(finish(driver, destination, moved))
         assert destination.num_recomputed == 0
 
+        kept = make_request(driver.num_migrations, max_tokens=LONG_CONTEXT - 9)
         submit(driver, source, kept)
         assert driver.start(kept, source, destination, source.kv_pool) == []
         while not source._migrator.is_exported(kept.id):
@@ -405,19 +402,15 @@ def test_servers_read_each_others_kv_over_nixl(tmp_path: Path, version_slots: in
         answers.append(finish(driver, source, kept))
         assert source.num_recomputed < 32  # of the last block
 
-        submit(driver, source, late)
         destination.pause()  # so that it does not read the KV yet
-        driver.migrate(late, source, destination, source.kv_pool)
+        late = move_a_request(driver, source, destination, 0)
         threading.Event().wait(NIXL_LEASE_S + 1)
-        source.submit([make_request(4, max_tokens=300)])  # which gets the blocks of the ticket
-        driver.step_until_first_token(source, make_request(4))
+        submit(driver, source, make_request(99, max_tokens=300))  # which gets the blocks of the ticket
         destination.resume()
         answers.append(finish(driver, destination, late))
 
-        submit(driver, source, orphan)
         destination.pause()
-        replies = driver.migrate(orphan, source, destination, source.kv_pool)
-        assert {type(reply) for reply in replies} == {ImportFinished, ExportFinished}, replies
+        orphan = move_a_request(driver, source, destination, 0)
         source.close()
         destination.resume()
         answers.append(finish(driver, destination, orphan))
@@ -440,7 +433,8 @@ def move_a_request(driver: MigrationDriver, source: Any, destination: Any, versi
         submit(driver, source, request)
         replies = driver.migrate(request, source, destination, source.kv_pool)
         if any(isinstance(reply, ExportFinished) for reply in replies):
-            assert [reply.num_prefilled for reply in replies if isinstance(reply, ImportFinished)] == [0]
+            (imported,) = (reply for reply in replies if isinstance(reply, ImportFinished))
+            assert (imported.num_prefilled, imported.num_bytes > 0) == (0, True)
             return request
         assert isinstance(replies[0], ExportFailed), replies
         assert "finished before it was exported" in replies[0].reason
