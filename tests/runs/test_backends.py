@@ -50,10 +50,11 @@ class Wrong(Transformers):
 def test_a_run_warns_of_engines_that_compute_another_model(plain_task: Path, start_run: StartRun) -> None:
     (plain_task.parent / "wrong.py").write_text(WRONG)
     backend = f"{plain_task.parent / 'wrong.py'}:Wrong"
-    run = start_run(plain_task, engine__backend=backend, **FITTING | {"eval__num_prompts": 0})
+    sizes = {"eval__num_prompts": 0, "trainer__batch_size": 8}
+    run = start_run(plain_task, engine__backend=backend, **FITTING | sizes)
     ended = run.succeed()
     warning = "log-probs of engines and trainer that differ by 0.5 in the mean"
-    assert (ended.out + ended.err).count(warning) == 1
+    assert (ended.out + ended.err).count(warning) == 1, metrics(run.out)
 
 
 def test_the_guarantees_hold_with_other_backends_when_an_engine_crashes(
