@@ -432,7 +432,7 @@ class _Session:
         if metrics.get("actor/num_tokens") == 0:
             warnings["gradient"] = "had no gradient: the rewards of each group were equal"
         nats = metrics.get("mismatch/logprob_abs_diff_mean", 0.0)
-        if nats > MAX_MISMATCH and metrics["mismatch/num_tokens"] >= MIN_MISMATCH_TOKENS:
+        if nats > MAX_MISMATCH and metrics.get("mismatch/num_tokens", 0) >= MIN_MISMATCH_TOKENS:
             warnings["mismatch"] = (
                 f"has log-probs of engines and trainer that differ by {nats:.2g} in the mean: they probably "
                 f"compute different models. Check the run with dora audit --deep 8 {self._setup.out}"
