@@ -17,7 +17,8 @@ VENV ?= .venv
 TORCH_INDEX ?=
 CONSTRAINTS ?= constraints-cpu.txt
 AGENT_FRAMEWORKS := anthropic==2.14.0 litellm==1.110.2 openai-agents==0.24.0 smolagents[openai]==1.26.0 \
-  mini-swe-agent==2.4.6 verifiers==0.3.1 openenv-core==0.3.0
+  mini-swe-agent==2.4.6 openenv-core==0.3.0
+VERIFIERS := verifiers==0.4.0 uv==0.13.9
 LOADERS := lm-eval==0.4.13 peft==0.21.2 accelerate==1.15.0
 NOTEBOOKS := optuna==5.0.0 nbclient==0.11.0 ipykernel==7.4.0
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
@@ -47,8 +48,9 @@ test: $(VENV)/.installed-dev
 	  $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder; code=$$?; \
 	  wait $$pid || code=1; cat $(VENV)/checks.log; exit $$code
 
-test-agents: $(VENV)/.installed-dev $(VENV)-agents/.installed
-	AGENTS_PYTHON=$(abspath $(VENV)-agents)/bin/python $(BIN)/pytest -m agents -rs
+test-agents: $(VENV)/.installed-dev $(VENV)-agents/.installed $(VENV)-verifiers/.installed
+	AGENTS_PYTHON=$(abspath $(VENV)-agents)/bin/python \
+	  VERIFIERS_PYTHON=$(abspath $(VENV)-verifiers)/bin/python $(BIN)/pytest -m agents -rs
 
 test-loaders: $(VENV)/.installed-dev $(VENV)-loaders/.installed
 	LOADERS_PYTHON=$(abspath $(VENV)-loaders)/bin/python $(BIN)/pytest -m loaders -rs
@@ -96,6 +98,12 @@ $(VENV)/.installed-dev: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 $(VENV)-agents/.installed: Makefile
 	$(PYTHON) -m venv $(VENV)-agents
 	$(VENV)-agents/bin/python -m pip install --quiet $(AGENT_FRAMEWORKS)
+	@touch $@
+
+# It excludes the other frameworks' version of OpenAI's client.
+$(VENV)-verifiers/.installed: Makefile
+	$(PYTHON) -m venv $(VENV)-verifiers
+	$(VENV)-verifiers/bin/python -m pip install --quiet $(VERIFIERS)
 	@touch $@
 
 $(VENV)-loaders/.installed: Makefile $(CONSTRAINTS)

@@ -120,6 +120,9 @@ class FakeCuda(TorchDispatchMode):
         self._check(op, func, tensors, kwargs)
         with self.fakes:
             out = func(*args, **kwargs)
+        for x in tree_leaves(out):
+            if is_on_device and isinstance(x, FakeTensor) and x.device.type == "meta":
+                x.fake_device = CUDA  # torch 2.14 leaves results of `_fused_rms_norm` on "meta"
         if device is not None and device.type == "cpu":  # as zeros_like of a tensor on the device
             on_host = torch.zeros(out.shape, dtype=out.dtype)
             return self.pinned(on_host) if wants_pinned else on_host

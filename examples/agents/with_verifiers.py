@@ -1,29 +1,31 @@
-"""An episode of an environment of verifiers, in its own rollout loop; the last line is its reward."""
+"""An episode of a taskset of verifiers, in its own rollout loop; the last line is its reward.
 
+    python with_verifiers.py TASKSET
+
+The field `idx` of the prompt's row is the number of the task; without it, the first task is run.
+"""
+
+import asyncio
+import json
 import os
+import sys
 
-import verifiers as vf
-from datasets import Dataset
-from verifiers.types import ClientConfig
+import verifiers.v1 as vf
 
-
-def add(a: int, b: int) -> int:
-    """Add two numbers."""
-    return a + b
+MAX_TURNS = 10
 
 
-def is_right(completion: list, answer: str) -> float:
-    """1 for the right sum."""
-    return float(completion[-1]["content"].strip() == answer)
+async def run(taskset: str, number: int) -> float:
+    """Run a task with verifiers' chat loop, as a process of this machine. Returns its reward."""
+    agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, "max_turns": MAX_TURNS}
+    env = vf.load_environment(vf.SingleAgentEnvConfig(taskset={"id": taskset}, agent=agent))
+    (task,) = env.taskset.include(idx=[str(number)])
+    client = vf.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
+    async with env.serving():
+        episode = await env.run_episode(task, vf.ModelContext(model="policy", client=client))
+    if not episode.ok:
+        sys.exit(f"{episode.errors or [trace.errors for trace in episode.traces]}")
+    return episode.traces[0].reward
 
 
-row = {"question": os.environ["DORA_PROMPT"], "answer": "5"}
-data = Dataset.from_list([row])
-rubric = vf.Rubric(funcs=[is_right])
-if os.environ.get("VERIFIERS_ENV") == "single":
-    env = vf.SingleTurnEnv(eval_dataset=data, rubric=rubric)
-else:
-    env = vf.ToolEnv(tools=[add], eval_dataset=data, rubric=rubric)
-client = ClientConfig(api_base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY", max_retries=0)
-results = env.evaluate_sync(client=client, model="policy", sampling_args={})
-print(results["outputs"][0]["reward"])
+print(asyncio.run(run(sys.argv[1], json.loads(os.environ["DORA_FIELDS"]).get("idx", 0))))

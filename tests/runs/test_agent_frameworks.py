@@ -22,6 +22,7 @@ from dora.journal.reader import read_responses, read_samples
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = EXAMPLES / "tool_caller"
 PYTHON = os.environ.get("AGENTS_PYTHON", sys.executable)  # that has the frameworks
+VERIFIERS_PYTHON = os.environ.get("VERIFIERS_PYTHON", sys.executable)
 TIMEOUT_S = 600.0  # each episode imports its framework
 SETTINGS = ("env", "LITELLM_LOCAL_MODEL_COST_MAP=True", "HF_HUB_OFFLINE=1", "PYTHONPATH=")
 
@@ -40,6 +41,10 @@ def test_a_framework_runs_the_episodes_of_a_run(start_run: StartRun, framework: 
     )
     run.wait_until((run.out / "service.json").exists, "its service")
     program = (*SETTINGS, PYTHON, EXAMPLE / f"with_{framework}.py")
+    if framework == "verifiers":
+        uv = f"PATH={Path(VERIFIERS_PYTHON).parent}:{os.environ['PATH']}"
+        runner = (VERIFIERS_PYTHON, EXAMPLES / "agents" / "with_verifiers.py", "shop_taskset")
+        program = (*SETTINGS, f"PYTHONPATH={EXAMPLE}", uv, *runner)
     agents = dora("rollout", run.out, "--concurrency", "2", "--", *program, timeout_s=TIMEOUT_S)
     assert agents.code == 0, agents.err
     run.succeed()

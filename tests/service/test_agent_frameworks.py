@@ -20,6 +20,11 @@ from dora.runtime.rollout.episodes import EpisodeBranched, EpisodeObservation, E
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
 PYTHON = os.environ.get("AGENTS_PYTHON", sys.executable)  # that has the frameworks
+VERIFIERS_PYTHON = os.environ.get("VERIFIERS_PYTHON", sys.executable)  # it excludes the others' clients
+VERIFIERS = {  # it starts uv
+    "PYTHONPATH": str(EXAMPLES),
+    "PATH": f"{Path(VERIFIERS_PYTHON).parent}:{os.environ['PATH']}",
+}
 MAX_TOKENS = 30_000  # of prompts with a vocabulary of letters
 
 pytestmark = pytest.mark.agents
@@ -60,24 +65,27 @@ SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo 5"
             "5",
             {"MSWEA_SILENT_STARTUP": "1"},
         ),
-        ("verifiers", "with_verifiers.py", [ADD, "5"], "1.0", {"VERIFIERS_ENV": "tool"}),
-        ("verifiers", "with_verifiers.py", ["5"], "1.0", {"VERIFIERS_ENV": "single"}),
+        ("verifiers", "with_verifiers.py sums", [ADD, "5"], "1.0", VERIFIERS),
+        ("verifiers", "with_verifiers.py sums", ["5"], "1.0", VERIFIERS),
     ],
 )
 def test_a_framework_runs_an_episode(
     run: FakeRun, module: str, script: str, turns: list[str], output: str, settings: dict[str, str]
 ) -> None:
+    python = VERIFIERS_PYTHON if module == "verifiers" else PYTHON
     if subprocess.run(
-        [PYTHON, "-c", f"import importlib.util as u; exit(u.find_spec('{module}') is None)"]
+        [python, "-c", f"import importlib.util as u; exit(u.find_spec('{module}') is None)"]
     ).returncode:
-        pytest.skip(f"{PYTHON} has no {module}; make test-agents installs it")
+        pytest.skip(f"{python} has no {module}; make test-agents installs it")
     url, token = address(run)
-    service = {"OPENAI_BASE_URL": f"{url}/s/a/v1", "OPENAI_API_KEY": token, "DORA_PROMPT": "2 + 3?"}
+    service = {"OPENAI_BASE_URL": f"{url}/s/a/v1", "OPENAI_API_KEY": token}
+    row = {"DORA_PROMPT": "2 + 3?", "DORA_FIELDS": '{"idx": 2}'}
     offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    file, *arguments = script.split()
     with model(run, turns, MAX_TOKENS) as replies:
         ended = subprocess.run(
-            [PYTHON, EXAMPLES / script],
-            env={**os.environ, **offline, **service, **settings, "HOME": str(run.setup.out)},
+            [python, EXAMPLES / file, *arguments],
+            env={**os.environ, **offline, **service, **row, **settings, "HOME": str(run.setup.out)},
             capture_output=True,
             text=True,
             timeout=120,
