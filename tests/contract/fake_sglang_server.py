@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.contract.fake_server import AUTH_TOKEN, FakeServer, read_recorded, recorded_events
 
-from dora.engine.backends.server_plugins.dora_digest import safetensors_digest
+from dora.engine.backends.server_plugins.dora_digest import ADAPTER_FILE, safetensors_digest
 from dora.engine.backends.server_plugins.dora_sglang import DIGEST_PREFIX, PART_KEY, PROTOCOL
 
 RECORDED = read_recorded("sglang")
@@ -35,11 +35,14 @@ class FakeSglangServer(FakeServer):
     rejected_loads: reject this many loads.
     version: report this version of SGLang.
     plugins: report this of DORA-RL's plugins.
+    info: report this of the server.
+    adapter_digest: report this digest of an adapter.
     """
 
     def __init__(self, version_slots: int = 1, **faults: Any) -> None:
         super().__init__(Handler, version_slots, faults)
         self.label = "none"
+        self.adapters: dict[str, Path] = {}
         self.calls: list[tuple[str, dict[str, Any]]] = []  # path and body, in order
         self.is_aborted = threading.Event()
 
@@ -62,6 +65,7 @@ class Handler(BaseHTTPRequestHandler):
         own = {"protocol": PROTOCOL, "version_slots": self.server.version_slots, "kv_layout": []}
         own = self.server.faults.get("plugins", own)
         version = {key: self.server.faults[key] for key in self.server.faults.keys() & {"version"}}
+        version |= self.server.faults.get("info", {})
         info = json.loads(recorded["text"]) | version | {"internal_states": [{"dora": own} if own else {}]}
         self._send(recorded["status"], json.dumps(info))
 
@@ -72,13 +76,21 @@ class Handler(BaseHTTPRequestHandler):
         self.server.calls.append((self.path, body))
         match self.path:
             case "/generate":
-                self._stream()
+                self._stream(body.get("lora_path", self.server.label))
             case "/abort_request":
                 if body.get("rid"):
                     self.server.is_aborted.set()
                 self._send_recorded("abort")
             case "/update_weights_from_disk":
                 self._load(body)
+            case "/load_lora_adapter":
+                folder = self.server.adapters[body["lora_name"]] = Path(body["lora_path"])
+                digest = safetensors_digest(str(folder / ADAPTER_FILE))
+                digest = self.server.faults.get("adapter_digest", digest)
+                self._send(200, json.dumps({"success": True, "error_message": digest}))
+            case "/unload_lora_adapter":
+                del self.server.adapters[body["lora_name"]]
+                self._send(200, json.dumps({"success": True}))
             case _:
                 self._send_recorded(CALLS[self.path])
 
@@ -109,7 +121,7 @@ class Handler(BaseHTTPRequestHandler):
             message = f"{DIGEST_PREFIX}{safetensors_digest(path)}. {message}"
         self._send(200, json.dumps({**response, "message": message}))
 
-    def _stream(self) -> None:
+    def _stream(self, label: str) -> None:
         server = self.server
         name = server.faults.get("replays", "length")
         self.send_response(200)
@@ -121,7 +133,7 @@ class Handler(BaseHTTPRequestHandler):
             num_tokens = event["meta_info"]["completion_tokens"]
             span = {"version": LABEL, "start": 0, "end": num_tokens}
             event["meta_info"].setdefault("weight_versions", [span])
-            text = json.dumps(event).replace(f'"{LABEL}"', f'"{server.label}"')
+            text = json.dumps(event).replace(f'"{LABEL}"', f'"{label}"')
             self.wfile.write(f"data: {text}\n\n".encode())
             self.wfile.flush()
         self.wfile.write(b"data: [DONE]\n\n")

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 import psutil
 import pytest
+from tests.contract.lora import CONFIG as LORA_CONFIG
 from tests.contract.lora import RANK, lora_weights
 from tests.docs.blocks import ROOT, commands
 from tests.model.transformers_families import save_tiny
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from dora.engine.backends import http_engine
 from dora.engine.backends.server_plugins.dora_kv_files import HEADER_BYTES
-from dora.engine.backends.sglang import Sglang
+from dora.engine.backends.sglang import Sglang, SglangLora
 from dora.engine.backends.vllm import NIXL_LEASE_S, Vllm, VllmLora
 from dora.engine.interface import Capabilities
 from dora.engine.messages import ExportFailed, ExportFinished, ImportFinished
@@ -519,10 +520,13 @@ def test_versions_of_other_models_have_the_log_probs_of_the_trainer(kind: str, t
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(Engine is Sglang, reason="the SGLang backend has no adapters")
 def test_lora_versions_generate_side_by_side_in_one_server(tmp_path: Path) -> None:
     """Each answer has the log-probs of its version's merged weights, whichever versions are loaded."""
-    engine = make_engine(VllmLora, tmp_path, version_slots=3, python=PYTHON, rank=RANK)
+    backend = SglangLora if Engine is Sglang else VllmLora
+    save_pretrained(tmp_path / "model", LORA_CONFIG, lora_weights(0))
+    sizes: dict[str, Any] = {"max_rows": MAX_ROWS, "max_context": MAX_CONTEXT, "version_slots": 3}
+    where: dict[str, Any] = {"device": "cpu", "dtype": "float32", "python": PYTHON}
+    engine = backend(model=str(tmp_path / "model"), rank=RANK, **sizes, **where)
     answers: list[Completion] = []
     for version in range(8):
         if version >= 3:
@@ -539,4 +543,4 @@ def test_lora_versions_generate_side_by_side_in_one_server(tmp_path: Path) -> No
         version: version for version in range(8)
     }
     for answer in answers:
-        check_logprobs(answer, lora_weights)
+        check_logprobs(answer, lora_weights, LORA_CONFIG)

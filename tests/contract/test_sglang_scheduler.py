@@ -23,9 +23,12 @@ from tests.contract.plugins import imported_plugin
 from torch import Tensor
 
 from dora.engine.backends.server_plugins import dora_kv_files as kv_files
-from dora.engine.backends.server_plugins.dora_digest import safetensors_digest
+from dora.engine.backends.server_plugins.dora_digest import ADAPTER_FILE, safetensors_digest
 
 POOL_SIZE, MAX_ROWS = 40, 6
+
+
+REFUSED_LOAD = "only DORA-RL's engine loads weights, and none where LoRA is enabled"
 
 
 class FinishLength:
@@ -50,6 +53,7 @@ class Req:
     num_retracted: int = 0
     to_finish: Any = None
     return_logprob: bool = True
+    lora_id: str | None = None
 
     def __post_init__(self) -> None:
         self.skip_radix_cache_insert = False
@@ -233,6 +237,7 @@ class Scheduler:
         self.enable_overlap, self.page_size = enable_overlap, page_size
         self.spec_algorithm = SimpleNamespace(is_none=lambda: not is_speculative)
         self.waiting_queue: list[Req] = []
+        self.enable_lora = False
         self.running_batch, self.last_batch = Batch([]), None
         self.chunked_req, self.tp_group = None, tp_group or WorkerGroup(1).member(0)
         self.tp_size = self.tp_group.world_size
@@ -271,6 +276,9 @@ class Scheduler:
 
     def set_internal_state(self, request: Any) -> SimpleNamespace:
         return SimpleNamespace(updated="by SGLang")
+
+    def load_lora_adapter(self, request: Any) -> SimpleNamespace:
+        return SimpleNamespace(success=Path(request.lora_path).is_dir(), error_message=None)
 
     def record_weight_version_change(self, new_version: str) -> None:
         self.only_version = new_version
@@ -765,7 +773,30 @@ def test_a_load_by_another_client_is_refused(make: Make, module: Any) -> None:
     """Responses would name weights that did not generate them."""
     request = params(weight_version="b", model_path="folder", manifest=None)
     output = module.load_part(SimpleNamespace(scheduler=make("a", "")), request)
-    assert (output.success, output.message) == (False, "only DORA-RL's engine loads weights here")
+    assert (output.success, output.message) == (False, REFUSED_LOAD)
+
+
+def test_responses_list_the_adapters_that_generated_them(
+    make: Make, load: Load, module: Any, weights_file: Path
+) -> None:
+    """Requests of several adapters share a step. The initial model, which adapters add to, stays."""
+    folder = weights_file.parent
+    file = weights_file.rename(folder / ADAPTER_FILE)
+    scheduler = make("")
+    scheduler.enable_lora = True
+    for name in ("a", "b"):
+        loaded = scheduler.load_lora_adapter(
+            params(lora_id=f"id of {name}", lora_name=name, lora_path=folder)
+        )
+        assert loaded.error_message == safetensors_digest(str(file))
+    rejected = scheduler.load_lora_adapter(params(lora_id="id", lora_name="c", lora_path=folder / "none"))
+    assert rejected.error_message is None
+    first, second = Req("a1", "a", lora_id="id of a"), Req("b1", "b", lora_id="id of b")
+    add(scheduler, first, second)
+    assert scheduler.step() == ["a1", "b1"]
+    assert spans(module, first) == [("a", 0, 1)]
+    assert spans(module, second) == [("b", 0, 1)]
+    assert load(scheduler, "d", path=file) == (False, REFUSED_LOAD)
 
 
 def test_a_load_never_replaces_a_version_of_unfinished_requests(make: Make) -> None:

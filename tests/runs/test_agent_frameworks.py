@@ -40,7 +40,7 @@ def test_a_framework_runs_the_episodes_of_a_run(start_run: StartRun, framework: 
         reward__max_failed_fraction=0.0,
     )
     run.wait_until((run.out / "service.json").exists, "its service")
-    program = (*SETTINGS, PYTHON, EXAMPLE / f"with_{framework}.py")
+    program: tuple[str | Path, ...] = (*SETTINGS, PYTHON, EXAMPLE / f"with_{framework}.py")
     if framework == "verifiers":
         uv = f"PATH={Path(VERIFIERS_PYTHON).parent}:{os.environ['PATH']}"
         runner = (VERIFIERS_PYTHON, EXAMPLES / "agents" / "with_verifiers.py", "shop_taskset")

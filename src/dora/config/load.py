@@ -38,7 +38,7 @@ BUILT_IN = {
     "data": ("gcd", SERVICE),
     "eval": ("gcd",),
     "reward": (SERVICE,),
-    "engine": ("vllm", "vllm-lora", "sglang", "transformers"),
+    "engine": ("vllm", "vllm-lora", "sglang", "sglang-lora", "transformers"),
 }  # values that are neither paths nor classes
 HUB_KINDS: dict[str, RepoType] = {
     **dict.fromkeys(("model.path", "critic.path", "distillation.teachers"), "model"),

@@ -509,8 +509,8 @@ class EngineSection(Section):
     kernels: Literal["auto", "numba", "eager"] = "auto"
     """CPU kernels. numba: compiled; eager: plain torch; auto: numba where it works."""
     backend: str | None = None
-    """Another inference engine: "vllm", "vllm-lora", "sglang", "transformers" (slow), or a class,
-    "file.py:Class" or "package.module:Class". Unset: DORA-RL's own.
+    """Another inference engine: "vllm", "vllm-lora", "sglang", "sglang-lora", "transformers" (slow), or a
+    class, "file.py:Class" or "package.module:Class". Unset: DORA-RL's own.
     """
     options: dict[str, JsonValue] | None = None
     """Keyword arguments of the backend's class (table)."""

@@ -60,7 +60,8 @@ AUX_WORKER_COLUMNS = {"reference": "reference", "proximal": "proximal", "critic"
 MAX_CACHED_PROMPTS = 1024  # encoded; siblings that start later than so many groups encode theirs again
 ALL_LINEAR = "all-linear"  # in trainer.lora_targets
 GREEDY = 0  # the sibling of a held-out prompt that is decoded greedily, with eval.greedy
-SERVERS = ("vllm", "vllm-lora", "sglang")  # they load versions by the names of published checkpoints
+# They load versions by the names of published checkpoints.
+SERVERS = ("vllm", "vllm-lora", "sglang", "sglang-lora")
 _PREFILL_TOKENS = (512, 4096)  # per step, on the CPU and on a GPU
 _LOGITS_CHUNK_TOKENS = (256, 2048)  # on the CPU and on a GPU
 _BYTES_PER_TOKEN = 9  # of a response in the sample stream: its id, its log-prob, whether it was sampled

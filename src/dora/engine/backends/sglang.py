@@ -1,7 +1,7 @@
-r"""SGLang as an inference engine.
+r"""SGLang as an inference engine, with several versions in one server: full weights, or LoRA adapters.
 
     [engine]
-    backend = "sglang"
+    backend = "sglang"                                   # or "sglang-lora", with rank = trainer.lora_rank
     options = { python = "/path/to/sglang/bin/python" }
 
 The engine starts a server and stops it, or uses one that is already running (`url`). The server reads the
@@ -28,6 +28,7 @@ from dora.engine.backends.http_engine import (
     stream_interval,
 )
 from dora.engine.backends.kv_exchange import KVExchange
+from dora.engine.backends.lora_versions import LoraVersions, lora_capabilities
 from dora.engine.backends.server import (
     JsonBody,
     ServerKind,
@@ -48,7 +49,9 @@ from dora.engine.backends.server_plugins.dora_sglang import (
     SLOTS_VARIABLE,
     TOKEN_VARIABLE,
 )
+from dora.engine.request import EngineError
 from dora.errors import ConfigError
+from dora.model.pretrained import load_config
 
 TESTED_VERSIONS = ("0.5.23",)  # others have other classes
 LOAD_TIMEOUT_S = 600.0
@@ -206,6 +209,73 @@ class Sglang(HttpEngine):
             self.server.call("/pause_generation", {"mode": "in_place"})
         else:
             self.server.call("/continue_generation", {})
+
+
+class SglangLora(LoraVersions, Sglang):
+    """An SGLang server of the initial model with several versions, each a LoRA adapter."""
+
+    capabilities = lora_capabilities(Sglang.capabilities)
+
+    @classmethod
+    def check_options(cls, *, rank: object = 0, **others: object) -> None:
+        """As `HttpEngine.check_options`. Raises ConfigError for a rank that is no positive integer."""
+        super().check_options(**others)
+        if not isinstance(rank, int) or rank < 1:
+            raise ConfigError(f"rank = {rank!r} must be trainer.lora_rank")
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        max_rows: int,
+        max_context: int,
+        version_slots: int,
+        device: str,
+        dtype: str,
+        rank: int,
+        python: str | None = None,
+        url: str | None = None,
+        arguments: Sequence[str] = (),
+        silence_s: float = 60.0,
+        num_gpus: int = 1,
+    ) -> None:
+        """`rank` is that of the adapters, trainer.lora_rank. The other arguments are those of `Sglang`."""
+        slots, names = f"{version_slots}", load_config(Path(model)).linear_names
+        modules = dict.fromkeys(name.rpartition(".")[2] for name in names)
+        flags = (
+            *("--enable-lora", "--max-lora-rank", f"{rank}", "--lora-target-modules", *modules),
+            *("--max-loras-per-batch", slots, "--max-loaded-loras", slots),
+            *(("--lora-backend", "torch_native") if device == "cpu" else ()),
+        )
+        super().__init__(
+            model=model,
+            max_rows=max_rows,
+            max_context=max_context,
+            version_slots=1,
+            device=device,
+            dtype=dtype,
+            python=python,
+            url=url,
+            arguments=(*flags, *arguments),
+            silence_s=silence_s,
+            num_gpus=num_gpus,
+        )
+        info = self.server.call("/server_info")
+        if not info["enable_lora"] or Path(info["model_path"]).resolve() != Path(model).resolve():
+            raise EngineError(f"{self.server} must be started with --enable-lora and --model-path {model}")
+        self._init_adapters(model, version_slots, rank)
+
+    def _load_adapter(self, label: str, folder: Path) -> str:
+        answer = self.server.call("/load_lora_adapter", {"lora_name": label, "lora_path": str(folder)})
+        digest: str = answer["error_message"]
+        return digest
+
+    def _unload_adapter(self, label: str) -> None:
+        self.server.call_raw("/unload_lora_adapter", {"lora_name": label})
+
+    def _generate_call(self, running: ServerRequest) -> tuple[str, JsonBody]:
+        path, body = super()._generate_call(running)
+        return path, {**body, "lora_path": self._labels[running.request.version]}
 
 
 def _check_version(version: str, what: str) -> None:

@@ -25,17 +25,12 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
-
 from dora.engine.backends.http_engine import HttpEngine, ServerRequest, StreamDelta, stream_interval
 from dora.engine.backends.kv_exchange import KVExchange
+from dora.engine.backends.lora_versions import BASE_LABEL, LoraVersions, lora_capabilities
 from dora.engine.backends.server import (
     EngineServer,
     JsonBody,
@@ -47,7 +42,7 @@ from dora.engine.backends.server import (
     plugin_environment,
     start_server,
 )
-from dora.engine.backends.server_plugins.dora_digest import safetensors_digest
+from dora.engine.backends.server_plugins.dora_digest import ADAPTER_FILE
 from dora.engine.backends.server_plugins.dora_vllm import (
     CONTINUE_PATH,
     DECODE_ONLY_PATH,
@@ -58,11 +53,8 @@ from dora.engine.backends.server_plugins.dora_vllm import (
 )
 from dora.engine.request import EngineError
 from dora.errors import ConfigError
-from dora.model.config import ModelConfig
-from dora.model.pretrained import load_config, load_pretrained
-from dora.model.weights import WeightLayout, weight_digest
-from dora.weights.store import make_store_folder
-from dora.weights.version_file import map_version
+from dora.model.pretrained import load_config
+from dora.model.weights import weight_digest
 
 TESTED_VERSIONS = ("0.32",)  # minor versions; others have other calls, flags and classes
 LOAD_TIMEOUT_S = 600.0
@@ -497,21 +489,13 @@ def _visible_gpus(device: str, num_gpus: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible[gpu] if visible else f"{gpu}" for gpu in gpus)}
 
 
-ADAPTER_FILE = "adapter_model.safetensors"
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-rank
 
 
-class VllmLora(Vllm):
+class VllmLora(LoraVersions, Vllm):
     """A vLLM server of the initial model with several versions, each a LoRA adapter."""
 
-    capabilities = replace(
-        Vllm.capabilities,
-        decode_only=0,
-        versions_are_lora=True,
-        inflight_update=False,
-        kv_transfer=False,
-        dtypes=("float32",),
-    )
+    capabilities = lora_capabilities(Vllm.capabilities)
 
     @classmethod
     def check_options(cls, *, rank: object = 0, **others: object) -> None:
@@ -556,43 +540,20 @@ class VllmLora(Vllm):
                 f"{self.server} has slots for full weights, which adapters cannot use: start it without "
                 "--worker-cls and --scheduler-cls"
             )
-        self.num_slots, self._rank = version_slots, rank
-        self._folders: dict[str, Path] = {}  # by label; the server may read them until the adapter is dropped
-        _, self._base = load_pretrained(Path(model))
-        if super()._send_weights("dora-base", self._base) != weight_digest(self._base):
+        base = self._init_adapters(model, version_slots, rank)
+        if HttpEngine._send_weights(self, BASE_LABEL, base) != weight_digest(base):
             raise EngineError(f"{self.server} has not loaded the weights of {model}")
 
-    def start_load(self, version: int, path: Path) -> Future[str]:
-        """An adapter is factored from the merged weights, so it is not in the file."""
-        return self._start_load(version, lambda label: self._send_weights(label, map_version(path)[1]))
+    def _load_adapter(self, label: str, folder: Path) -> str:
+        digests = {*self._call_workers("dora_digest", str(folder / ADAPTER_FILE))}
+        self.server.call_raw("/v1/load_lora_adapter", {"lora_name": label, "lora_path": str(folder)})
+        return ", ".join(digests)
 
-    def _drop_from_server(self, label: str) -> None:
+    def _unload_adapter(self, label: str) -> None:
         self.server.call_raw("/v1/unload_lora_adapter", {"lora_name": label})
-        shutil.rmtree(self._folders.pop(label), ignore_errors=True)
-
-    def close(self) -> None:
-        super().close()
-        for folder in self._folders.values():
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _send_weights(self, label: str, source: Tensor) -> str:
-        """Load the adapter of a version. Returns the digest of its merged weights."""
-        tensors = lora_adapter(self._config, self._base, source, self._rank)
-        folder = make_store_folder(sum(tensor.nbytes for tensor in tensors.values()))
-        write_adapter(folder, tensors, self._rank, self._config.linear_names)
-        path = str(folder / ADAPTER_FILE)
-        try:
-            if {*self._call_workers("dora_digest", path)} != {safetensors_digest(path)}:
-                raise EngineError(f"{self.server} has read another adapter than was written to {path}")
-            self.server.call_raw("/v1/load_lora_adapter", {"lora_name": label, "lora_path": str(folder)})
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        self._folders[label] = folder
-        return weight_digest(source)
 
     def _weights_label(self, version: int) -> str:
-        return "dora-base"
+        return BASE_LABEL  # vLLM does not list adapters
 
     def _generate_call(self, running: ServerRequest) -> tuple[str, JsonBody]:
         path, body = super()._generate_call(running)
@@ -604,70 +565,3 @@ def _max_lora_rank(rank: object) -> int:
     if isinstance(rank, int) and 0 < rank <= VLLM_RANKS[-1]:
         return next(max_rank for max_rank in VLLM_RANKS if max_rank >= rank)
     raise ConfigError(f"rank = {rank!r}: vLLM serves ranks from 1 to {VLLM_RANKS[-1]}")
-
-
-# A version is published as merged matrices, W0 + B A. To serve it as an adapter, B and A are recovered from
-# the difference, whose rank is theirs except for rounding.
-
-_ROUNDING = 2.0**-18  # tolerance relative to a matrix's largest weight: 32 times the rounding of fp32
-_OVERSAMPLING = 4  # random vectors beyond the rank
-
-
-def lora_adapter(config: ModelConfig, base: Tensor, flat: Tensor, rank: int) -> dict[str, Tensor]:
-    """The tensors of the adapter from `base` to `flat` (both [numel], fp32), by PEFT's names.
-
-    Raises EngineError if they differ by more than matrices of this rank in linear layers.
-    """
-    layout, linears = WeightLayout(config), tuple(f".{name}.weight" for name in config.linear_names)
-    adapter: dict[str, Tensor] = {}
-    after = layout.views(flat)
-    for name, before in layout.views(base).items():
-        if not name.endswith(linears):
-            if not torch.equal(before, after[name]):
-                raise EngineError(
-                    f"{name} has changed, which a LoRA adapter cannot represent; set engine.backend = vllm"
-                )
-            continue
-        delta = after[name].double() - before.double()
-        b, a = low_rank_factors(delta, rank)
-        if (delta - b @ a).abs().max() > _ROUNDING * after[name].abs().max():
-            raise EngineError(
-                f"{name} has changed by a matrix whose rank is above {rank}; set rank in engine.options to "
-                "trainer.lora_rank"
-            )
-        module = name.removesuffix(".weight")
-        adapter[f"base_model.model.{module}.lora_A.weight"] = a.float().contiguous()
-        adapter[f"base_model.model.{module}.lora_B.weight"] = b.float().contiguous()
-    return adapter
-
-
-def low_rank_factors(delta: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """B [out, rank] and A [rank, in] whose product approximates `delta` [out, in], by a randomized SVD.
-
-    Halko, Martinsson, Tropp (arXiv 0909.4061): random images of a low-rank matrix span its range.
-    """
-    num_out, num_in = delta.shape
-    source = torch.Generator().manual_seed(0)
-    images = delta @ torch.randn(
-        num_in, min(rank + _OVERSAMPLING, num_in), generator=source, dtype=delta.dtype
-    )
-    basis = torch.linalg.qr(images).Q
-    u, sizes, v = torch.linalg.svd(basis.T @ delta, full_matrices=False)
-    b, a = torch.zeros(num_out, rank, dtype=delta.dtype), torch.zeros(rank, num_in, dtype=delta.dtype)
-    num = min(rank, sizes.numel())
-    b[:, :num], a[:num] = basis @ u[:, :num], sizes[:num, None] * v[:num]
-    return b, a
-
-
-def write_adapter(folder: Path, tensors: Mapping[str, Tensor], rank: int, modules: Sequence[str]) -> None:
-    """Write an adapter in PEFT's format."""
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": rank,  # the scale is a part of A and B
-        "target_modules": [*modules],
-        "bias": "none",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(dict(tensors), folder / ADAPTER_FILE)

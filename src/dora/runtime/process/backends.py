@@ -30,6 +30,7 @@ BUILT_IN = {
     "vllm": "dora.engine.backends.vllm:Vllm",
     "vllm-lora": "dora.engine.backends.vllm:VllmLora",
     "sglang": "dora.engine.backends.sglang:Sglang",
+    "sglang-lora": "dora.engine.backends.sglang:SglangLora",
     "transformers": "dora.engine.backends.transformers_engine:Transformers",
 }
 ENGINE_ARGUMENTS = ("model", "max_rows", "max_context", "version_slots", "device", "dtype")

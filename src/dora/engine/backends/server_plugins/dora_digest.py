@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+ADAPTER_FILE = "adapter_model.safetensors"  # PEFT's name
 _DIGEST_FILE = Path(__file__).parents[3] / "model" / "digest.py"
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from typing import Any
 
 TOKEN_VARIABLE = "DORA_SGLANG_TOKEN"
@@ -23,7 +24,7 @@ LOADED_KEY = "dora_loaded"  # labels of the versions that stay
 PART_KEY = "dora_part"  # number of a part of the file, and the bytes of a part at most
 DECODE_ONLY, CONTINUE_WITH = "dora_decode_only", "dora_continue_with"  # calls of `/set_internal_state`
 KEEP = "#keep"  # at the end of a request's `extra_key`: it keeps its version
-PROTOCOL = 4  # of the calls, and of the events of responses
+PROTOCOL = 5  # of the calls, and of the events of responses
 DIGEST_PREFIX = "DORA's digest: "  # before 32 hex digits in the message of a load's last part
 
 
@@ -75,6 +76,21 @@ def patch_scheduler() -> None:
     events.accept = own.list_versions(events.accept)
     scheduler.Scheduler = own.VersionScheduler
     ModelConfig._get_hf_eos_token_id = lambda self: set()  # of generation_config.json, too
+    if "--enable-lora" in sys.argv:
+        pin_no_memory_without_accelerator()
+
+
+def pin_no_memory_without_accelerator() -> None:
+    """SGLang's adapters always pin host memory, which torch refuses on a machine that has a CPU only."""
+    import torch
+
+    def without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, pin_memory=False, **kwargs: make(*args, **kwargs)
+
+    if not torch.accelerator.is_available():
+        torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+        for name in ("empty", "ones", "tensor", "zeros"):
+            setattr(torch, name, without_pinning(getattr(torch, name)))
 
 
 if __name__ == "__main__":

@@ -115,9 +115,10 @@ def load_part(manager: Any, request: Any) -> Any:
     After the last part, the message has the digest of the file's data. SGLang takes steps between two parts.
     """
     scheduler, manifest = manager.scheduler, request.manifest or {}
-    if PART_KEY not in manifest:
+    if PART_KEY not in manifest or scheduler.enable_lora:  # adapters belong to the initial model
         return UpdateWeightFromDiskReqOutput(
-            success=False, message="only DORA-RL's engine loads weights here"
+            success=False,
+            message="only DORA-RL's engine loads weights, and none where LoRA is enabled",
         )
     with manager._observe_weight_load("disk"):
         is_done, message = scheduler.load_part(request.weight_version, request.model_path, manifest)
@@ -145,6 +146,7 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         self._may_prioritize = True  # False once none of those could run, until a step runs
         self._newest_version = ""  # of all requests that do not keep theirs; "": each keeps its version
         self.weight_digests: dict[str, str] = {}  # by label
+        self._adapters: dict[str, str] = {}  # labels by SGLang's ids of adapters
         self._orders = kv_files.ExportOrders()
         super().__init__(*args, **kwargs)
         self.runner = self.tp_worker.model_runner
@@ -253,6 +255,16 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
                 slot.version = ""
         return next((slot for slot in self._slots if not slot.version), None)
 
+    def load_lora_adapter(self, recv_req: Any) -> Any:
+        """As SGLang, and report the digest of the adapter's file as the message of a success."""
+        result = super().load_lora_adapter(recv_req)
+        if result.success:
+            self._adapters[recv_req.lora_id] = recv_req.lora_name
+            digest = dora_digest.safetensors_digest(f"{recv_req.lora_path}/{dora_digest.ADAPTER_FILE}")
+            digests = {*self.of_all_workers(digest)}
+            result.error_message = ", ".join(digests)
+        return result
+
     def set_internal_state(self, recv_req: Any) -> Any:
         """A call of the engine. SGLang takes names with numbers here, so the arguments are names.
 
@@ -351,6 +363,9 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
                 spans = vars(request).setdefault("dora_spans", [])
                 if not spans or spans[-1][0] != slot.version:
                     spans.append((slot.version, len(request.output_ids)))
+        for request in batch.reqs:
+            if request.lora_id is not None:
+                vars(request).setdefault("dora_spans", [(self._adapters.get(request.lora_id, ""), 0)])
         return super().run_batch(batch, *args, **kwargs)
 
     def update_running_batch(self, batch: Any) -> Any:
