@@ -100,7 +100,7 @@ $(VENV)-agents/.installed: Makefile
 	$(VENV)-agents/bin/python -m pip install --quiet $(AGENT_FRAMEWORKS)
 	@touch $@
 
-# It excludes the other frameworks' version of OpenAI's client.
+# verifiers needs another version of OpenAI's client than the others.
 $(VENV)-verifiers/.installed: Makefile
 	$(PYTHON) -m venv $(VENV)-verifiers
 	$(VENV)-verifiers/bin/python -m pip install --quiet $(VERIFIERS)

@@ -19,7 +19,7 @@ async def run(taskset: str, number: int) -> float:
     """Run a task with verifiers' chat loop, as a process of this machine. Returns its reward."""
     agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, "max_turns": MAX_TURNS}
     env = vf.load_environment(vf.SingleAgentEnvConfig(taskset={"id": taskset}, agent=agent))
-    (task,) = env.taskset.include(idx=[str(number)])
+    (task,) = env.taskset.include(idx=[number])
     client = vf.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
     async with env.serving():
         episode = await env.run_episode(task, vf.ModelContext(model="policy", client=client))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class FakeSglangServer(FakeServer):
         self.adapters: dict[str, Path] = {}
         self.calls: list[tuple[str, dict[str, Any]]] = []  # path and body, in order
         self.is_aborted = threading.Event()
+        self.unfinished: Counter[str] = Counter()  # streams of each label
 
     def close(self) -> None:
         self.is_aborted.set()
@@ -89,6 +91,7 @@ class Handler(BaseHTTPRequestHandler):
                 digest = self.server.faults.get("adapter_digest", digest)
                 self._send(200, json.dumps({"success": True, "error_message": digest}))
             case "/unload_lora_adapter":
+                assert not self.server.unfinished[body["lora_name"]], "requests of an unloaded adapter"
                 del self.server.adapters[body["lora_name"]]
                 self._send(200, json.dumps({"success": True}))
             case _:
@@ -124,6 +127,7 @@ class Handler(BaseHTTPRequestHandler):
     def _stream(self, label: str) -> None:
         server = self.server
         name = server.faults.get("replays", "length")
+        server.unfinished[label] += 1
         self.send_response(200)
         self.end_headers()
         for number, event in enumerate(recorded_events(RECORDED, name)):
@@ -136,4 +140,5 @@ class Handler(BaseHTTPRequestHandler):
             text = json.dumps(event).replace(f'"{LABEL}"', f'"{label}"')
             self.wfile.write(f"data: {text}\n\n".encode())
             self.wfile.flush()
+        server.unfinished[label] -= 1
         self.wfile.write(b"data: [DONE]\n\n")

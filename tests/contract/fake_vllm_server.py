@@ -82,6 +82,7 @@ class FakeVllmServer(FakeServer):
     weight_spans: report these weights for every answer.
     info: report this of the worker.
     digests: report these digests of loaded weights.
+    adapter_digest: report this digest of an adapter.
     rejected_loads: reject this many loads.
     holds_loads: load nothing while this fault is there.
     is_stopped: respond to nothing while this fault is there.
@@ -174,7 +175,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.server.digests.clear()
                 self._send_json(200, {"results": [None]})
             case "/collective_rpc" if body["method"] == "dora_digest":
-                self._send_json(200, {"results": [safetensors_digest(body["args"][0])]})
+                digest = self.server.faults.get("adapter_digest") or safetensors_digest(body["args"][0])
+                self._send_json(200, {"results": [digest]})
             case "/collective_rpc" if body["method"] == "dora_info":
                 (info,) = recorded_response("dora_info")["results"]
                 by_ticket = [kv_files.BY_TICKET] if self.server.faults.get("by_ticket") else []
@@ -193,6 +195,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.server.adapters[body["lora_name"]] = Path(body["lora_path"])
                 self._send_text(f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
             case "/v1/unload_lora_adapter":
+                assert not self.server.unfinished[body["lora_name"]], "requests of an unloaded adapter"
                 del self.server.adapters[body["lora_name"]]
                 self._send_text(f"Success: LoRA adapter '{body['lora_name']}' removed successfully.")
             case "/abort_requests":

@@ -30,12 +30,13 @@ from dora.model.weights import WeightLayout, initial_weights, weight_digest
 from dora.testing import make_request
 
 Server = FakeVllmServer | FakeSglangServer
+LORA_INFO = {"enable_lora": True, "max_loaded_loras": None, "max_loras_per_batch": 2}  # of an SGLang server
 
 
 @pytest.fixture(params=[FakeVllmServer, FakeSglangServer])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
     kind: type[Server] = request.param
-    info = {"enable_lora": True, "model_path": str(tmp_path)} if kind is FakeSglangServer else {}
+    info = {"model_path": str(tmp_path)} | LORA_INFO if kind is FakeSglangServer else {}
     with closing(kind(info=info)) as server:
         yield server
 
@@ -130,8 +131,23 @@ def test_a_version_can_be_dropped_while_another_one_has_requests(engine: LoraVer
         engine.drop(1)
 
 
-@pytest.mark.parametrize("server", [FakeSglangServer], indirect=True)
-def test_an_adapter_of_other_bytes_is_unloaded(engine: LoraVersions, server: FakeSglangServer) -> None:
+def test_an_adapter_is_unloaded_once_its_aborted_requests_have_ended(
+    engine: LoraVersions, server: Server
+) -> None:
+    server.faults |= (
+        {"holds": True, "replays": "aborted"} if isinstance(server, FakeSglangServer) else {"holds": True}
+    )
+    engine.load(0, lora_weights(0))
+    request = make_request(0, max_tokens=40)
+    engine.submit([request])
+    while not engine.progress()[request.id]:
+        engine.step()
+    engine.abort([request.id])
+    engine.drop(0)
+    assert not server.adapters
+
+
+def test_an_adapter_of_other_bytes_is_unloaded(engine: LoraVersions, server: Server) -> None:
     server.faults["adapter_digest"] = "0" * 32
     with pytest.raises(EngineError, match="has read another adapter"):
         engine.load(0, lora_weights(0))
@@ -139,17 +155,32 @@ def test_an_adapter_of_other_bytes_is_unloaded(engine: LoraVersions, server: Fak
     assert not engine.versions
 
 
-@pytest.mark.parametrize("info", [{"enable_lora": False}, {"model_path": "/another/model"}])
-def test_an_sglang_server_without_adapters_or_with_another_model_is_rejected(
-    info: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize(
+    ("info", "remedy"),
+    [
+        ({"enable_lora": False}, "--enable-lora"),
+        ({"model_path": "/another/model"}, "--model-path"),
+        ({"max_loaded_loras": 1}, "--max-loaded-loras 2"),
+        ({"max_loras_per_batch": 1}, "--max-loras-per-batch 2"),
+    ],
+)
+def test_an_sglang_server_that_does_not_fit_is_rejected(
+    info: dict[str, Any], remedy: str, tmp_path: Path
 ) -> None:
     save_pretrained(tmp_path, CONFIG, lora_weights(0))
-    reported = {"enable_lora": True, "model_path": str(tmp_path)} | info
-    with (
-        closing(FakeSglangServer(info=reported)) as server,
-        pytest.raises(EngineError, match="--enable-lora"),
-    ):
+    reported = {"model_path": str(tmp_path)} | LORA_INFO | info
+    with closing(FakeSglangServer(info=reported)) as server, pytest.raises(EngineError, match=remedy):
         engine_at(SglangLora, server.url, tmp_path, version_slots=2, rank=RANK)
+
+
+@pytest.mark.parametrize(("server", "kind"), [(FakeVllmServer, VllmLora), (FakeSglangServer, SglangLora)])
+def test_a_server_with_slots_for_full_weights_is_rejected(
+    server: type[Server], kind: type[LoraVersions], tmp_path: Path
+) -> None:
+    save_pretrained(tmp_path, CONFIG, lora_weights(0))
+    rejected = pytest.raises(EngineError, match="slots for full weights")
+    with closing(server(version_slots=2)) as running, rejected:
+        engine_at(kind, running.url, tmp_path, version_slots=2, rank=RANK)
 
 
 @pytest.mark.parametrize(("engine", "rank"), [(VllmLora, 0), (VllmLora, 513), (SglangLora, 0)])

@@ -6,9 +6,11 @@ test_http_backends.py tests what both backends have in common, as test_vllm.py d
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from dora.engine.backends.server_plugins.dora_sglang import (
     LOADED_KEY,
     PROTOCOL,
     TOKEN_VARIABLE,
+    send_aborts_again,
     with_auth_token,
 )
 from dora.engine.backends.sglang import SPARE_TOKENS, Sglang
@@ -203,3 +206,26 @@ def test_the_server_requires_an_auth_token_in_the_environment(monkeypatch: pytes
     monkeypatch.delenv(TOKEN_VARIABLE)
     with pytest.raises(RuntimeError, match=TOKEN_VARIABLE):
         with_auth_token([])
+
+
+def test_an_abort_that_overtook_its_request_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TokenizerManager:
+        """Of SGLang: it aborts a request once."""
+
+        def __init__(self) -> None:
+            self.rid_to_state = {"a": SimpleNamespace(abort_sent=False)}
+            self.sent: list[str] = []
+
+        def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+            if abort_all or not self.rid_to_state[rid].abort_sent:
+                self.rid_to_state["a"].abort_sent = True
+                self.sent.append(rid)
+
+    name = "sglang.srt.managers.tokenizer_manager"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(TokenizerManager=TokenizerManager))
+    send_aborts_again()
+    manager = TokenizerManager()
+    manager.abort_request("a")
+    manager.abort_request("a")
+    manager.abort_request(abort_all=True)
+    assert manager.sent == ["a", "a", ""]

@@ -28,7 +28,7 @@ from dora.engine.backends.server_plugins.dora_digest import ADAPTER_FILE, safete
 POOL_SIZE, MAX_ROWS = 40, 6
 
 
-REFUSED_LOAD = "only DORA-RL's engine loads weights, and none where LoRA is enabled"
+REFUSED_LOAD = "only DORA-RL's engine loads weights here"
 
 
 class FinishLength:
@@ -796,7 +796,29 @@ def test_responses_list_the_adapters_that_generated_them(
     assert scheduler.step() == ["a1", "b1"]
     assert spans(module, first) == [("a", 0, 1)]
     assert spans(module, second) == [("b", 0, 1)]
-    assert load(scheduler, "d", path=file) == (False, REFUSED_LOAD)
+    assert "without --enable-lora" in load(scheduler, "d", path=file)[1]
+    with pytest.raises(RuntimeError, match="weights under the adapters"):
+        scheduler.record_weight_version_change("d")
+
+
+def test_an_adapter_that_one_worker_rejects_does_not_hold_up_the_others(
+    make: Make, weights_file: Path, tmp_path: Path
+) -> None:
+    weights_file.rename(tmp_path / ADAPTER_FILE)
+    group = WorkerGroup(2)
+
+    def load(rank: int) -> SimpleNamespace:
+        scheduler = make("", tp_group=group.member(rank))
+        folder = (tmp_path, tmp_path / "none")[rank]
+        answer: SimpleNamespace = scheduler.load_lora_adapter(
+            params(lora_id="a", lora_name="a", lora_path=folder)
+        )
+        return answer
+
+    with ThreadPoolExecutor(2) as threads:
+        accepted, rejected = threads.map(load, range(2))
+    assert accepted.success
+    assert not rejected.success
 
 
 def test_a_load_never_replaces_a_version_of_unfinished_requests(make: Make) -> None:

@@ -20,7 +20,7 @@ from dora.runtime.rollout.episodes import EpisodeBranched, EpisodeObservation, E
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
 PYTHON = os.environ.get("AGENTS_PYTHON", sys.executable)  # that has the frameworks
-VERIFIERS_PYTHON = os.environ.get("VERIFIERS_PYTHON", sys.executable)  # it excludes the others' clients
+VERIFIERS_PYTHON = os.environ.get("VERIFIERS_PYTHON", sys.executable)  # with another client
 VERIFIERS = {  # it starts uv
     "PYTHONPATH": str(EXAMPLES),
     "PATH": f"{Path(VERIFIERS_PYTHON).parent}:{os.environ['PATH']}",

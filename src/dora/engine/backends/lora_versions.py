@@ -43,7 +43,58 @@ def lora_capabilities(of_weights: Capabilities) -> Capabilities:
 
 
 class LoraVersions(HttpEngine):
-    """An engine whose server holds the initial model, and an adapter for each version."""
+    """An engine whose server holds the initial model, and an adapter for each version.
+
+    A subclass names this class before that of its server, which has the same arguments but for `rank`.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        max_rows: int,
+        max_context: int,
+        version_slots: int,
+        device: str,
+        dtype: str,
+        rank: int,
+        python: str | None = None,
+        url: str | None = None,
+        arguments: Sequence[str] = (),
+        silence_s: float = 60.0,
+        num_gpus: int = 1,
+    ) -> None:
+        """`rank` is that of the adapters, trainer.lora_rank."""
+        flags = self._lora_flags(model, version_slots, rank, device)
+        super().__init__(  # type: ignore[call-arg]  # of the class of the server
+            model=model,
+            max_rows=max_rows,
+            max_context=max_context,
+            version_slots=1,
+            device=device,
+            dtype=dtype,
+            python=python,
+            url=url,
+            arguments=(*flags, *arguments),
+            silence_s=silence_s,
+            num_gpus=num_gpus,
+        )
+        if self._is_multi_version:
+            raise EngineError(
+                f"{self.server} has slots for full weights, which adapters cannot use: start it without them"
+            )
+        self.num_slots, self._rank = version_slots, rank
+        self._folders: dict[str, Path] = {}  # by label; the server may read them until the adapter is dropped
+        _, self._base = load_pretrained(Path(model))
+        self._check_server(model)
+
+    @abstractmethod
+    def _lora_flags(self, model: str, num_slots: int, rank: int, device: str) -> Sequence[str]:
+        """Flags of a server for as many adapters. Raises ConfigError for a rank that it does not serve."""
+
+    @abstractmethod
+    def _check_server(self, model: str) -> None:
+        """Raises EngineError if the server has another initial model, or cannot hold `num_slots` adapters."""
 
     @abstractmethod
     def _load_adapter(self, label: str, folder: Path) -> str:
@@ -52,13 +103,6 @@ class LoraVersions(HttpEngine):
     @abstractmethod
     def _unload_adapter(self, label: str) -> None:
         """Requests of the adapter have ended."""
-
-    def _init_adapters(self, model: str, version_slots: int, rank: int) -> Tensor:
-        """Call this once when the server runs. Returns the initial weights [numel]."""
-        self.num_slots, self._rank = version_slots, rank
-        self._folders: dict[str, Path] = {}  # by label; the server may read them until the adapter is dropped
-        _, self._base = load_pretrained(Path(model))
-        return self._base
 
     def start_load(self, version: int, path: Path) -> Future[str]:
         """An adapter is factored from the merged weights, so it is not in the file."""
@@ -71,7 +115,7 @@ class LoraVersions(HttpEngine):
 
     def drop(self, version: int) -> None:
         label = self._labels.get(version, "")
-        super().drop(version)
+        HttpEngine.drop(self, version)  # not that of a server with full weights
         self._wait_for_dropped_versions()
         self._unload_adapter(label)
         shutil.rmtree(self._folders.pop(label), ignore_errors=True)
@@ -80,8 +124,8 @@ class LoraVersions(HttpEngine):
         """Load the adapter of a version. Returns the digest of its merged weights."""
         tensors = lora_adapter(self._config, self._base, source, self._rank)
         folder = make_store_folder(sum(tensor.nbytes for tensor in tensors.values()))
-        write_adapter(folder, tensors, self._rank, self._config.linear_names)
         try:
+            write_adapter(folder, tensors, self._rank, self._config.linear_names)
             if self._load_adapter(label, folder) != safetensors_digest(str(folder / ADAPTER_FILE)):
                 self._unload_adapter(label)
                 raise EngineError(f"{self.server} has read another adapter than was written to {folder}")

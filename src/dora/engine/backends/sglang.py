@@ -1,7 +1,7 @@
 r"""SGLang as an inference engine, with several versions in one server: full weights, or LoRA adapters.
 
     [engine]
-    backend = "sglang"                                   # or "sglang-lora", with rank = trainer.lora_rank
+    backend = "sglang"                                   # or "sglang-lora", with the option rank
     options = { python = "/path/to/sglang/bin/python" }
 
 The engine starts a server and stops it, or uses one that is already running (`url`). The server reads the
@@ -221,53 +221,29 @@ class SglangLora(LoraVersions, Sglang):
         """As `HttpEngine.check_options`. Raises ConfigError for a rank that is no positive integer."""
         super().check_options(**others)
         if not isinstance(rank, int) or rank < 1:
-            raise ConfigError(f"rank = {rank!r} must be trainer.lora_rank")
+            raise ConfigError(f"rank = {rank!r} must be a positive integer, at least trainer.lora_rank")
 
-    def __init__(
-        self,
-        *,
-        model: str,
-        max_rows: int,
-        max_context: int,
-        version_slots: int,
-        device: str,
-        dtype: str,
-        rank: int,
-        python: str | None = None,
-        url: str | None = None,
-        arguments: Sequence[str] = (),
-        silence_s: float = 60.0,
-        num_gpus: int = 1,
-    ) -> None:
-        """`rank` is that of the adapters, trainer.lora_rank. The other arguments are those of `Sglang`."""
-        slots, names = f"{version_slots}", load_config(Path(model)).linear_names
-        modules = dict.fromkeys(name.rpartition(".")[2] for name in names)
-        flags = (
-            *("--enable-lora", "--max-lora-rank", f"{rank}", "--lora-target-modules", *modules),
+    def _lora_flags(self, model: str, num_slots: int, rank: int, device: str) -> Sequence[str]:
+        slots, names = f"{num_slots}", load_config(Path(model)).linear_names
+        return (
+            *("--enable-lora", "--max-lora-rank", f"{rank}"),
+            *("--lora-target-modules", *dict.fromkeys(name.rpartition(".")[2] for name in names)),
             *("--max-loras-per-batch", slots, "--max-loaded-loras", slots),
             *(("--lora-backend", "torch_native") if device == "cpu" else ()),
         )
-        super().__init__(
-            model=model,
-            max_rows=max_rows,
-            max_context=max_context,
-            version_slots=1,
-            device=device,
-            dtype=dtype,
-            python=python,
-            url=url,
-            arguments=(*flags, *arguments),
-            silence_s=silence_s,
-            num_gpus=num_gpus,
-        )
-        info = self.server.call("/server_info")
-        if not info["enable_lora"] or Path(info["model_path"]).resolve() != Path(model).resolve():
-            raise EngineError(f"{self.server} must be started with --enable-lora and --model-path {model}")
-        self._init_adapters(model, version_slots, rank)
+
+    def _check_server(self, model: str) -> None:
+        info, path = self.server.call("/server_info"), Path(model).resolve()
+        if not info["enable_lora"] or Path(info["model_path"]).resolve() != path:
+            raise EngineError(f"{self.server} must be started with --enable-lora and --model-path {path}")
+        for limit in ("max_loras_per_batch", "max_loaded_loras"):
+            if (most := info[limit]) is not None and most < self.num_slots:
+                flag = f"--{limit.replace('_', '-')} {self.num_slots}"
+                raise EngineError(f"{self.server} holds {most} adapters at most: start it with {flag}")
 
     def _load_adapter(self, label: str, folder: Path) -> str:
-        answer = self.server.call("/load_lora_adapter", {"lora_name": label, "lora_path": str(folder)})
-        digest: str = answer["error_message"]
+        adapter = {"lora_name": label, "lora_path": str(folder)}
+        digest: str = self.server.call("/load_lora_adapter", adapter, LOAD_TIMEOUT_S)["error_message"]
         return digest
 
     def _unload_adapter(self, label: str) -> None:

@@ -503,50 +503,18 @@ class VllmLora(LoraVersions, Vllm):
         super().check_options(**others)
         _max_lora_rank(rank)
 
-    def __init__(
-        self,
-        *,
-        model: str,
-        max_rows: int,
-        max_context: int,
-        version_slots: int,
-        device: str,
-        dtype: str,
-        rank: int,
-        python: str | None = None,
-        url: str | None = None,
-        arguments: Sequence[str] = (),
-        silence_s: float = 60.0,
-        num_gpus: int = 1,
-    ) -> None:
-        """`rank` is that of the adapters, trainer.lora_rank. The other arguments are those of `Vllm`."""
-        slots, max_rank = f"{version_slots}", f"{_max_lora_rank(rank)}"
-        flags = ("--enable-lora", "--max-loras", slots, "--max-cpu-loras", slots, "--max-lora-rank", max_rank)
-        super().__init__(
-            model=model,
-            max_rows=max_rows,
-            max_context=max_context,
-            version_slots=1,
-            device=device,
-            dtype=dtype,
-            python=python,
-            url=url,
-            arguments=(*flags, *arguments),
-            silence_s=silence_s,
-            num_gpus=num_gpus,
-        )
-        if self._is_multi_version:
-            raise EngineError(
-                f"{self.server} has slots for full weights, which adapters cannot use: start it without "
-                "--worker-cls and --scheduler-cls"
-            )
-        base = self._init_adapters(model, version_slots, rank)
-        if HttpEngine._send_weights(self, BASE_LABEL, base) != weight_digest(base):
+    def _lora_flags(self, model: str, num_slots: int, rank: int, device: str) -> Sequence[str]:
+        slots, max_rank = f"{num_slots}", f"{_max_lora_rank(rank)}"
+        return "--enable-lora", "--max-loras", slots, "--max-cpu-loras", slots, "--max-lora-rank", max_rank
+
+    def _check_server(self, model: str) -> None:
+        if HttpEngine._send_weights(self, BASE_LABEL, self._base) != weight_digest(self._base):
             raise EngineError(f"{self.server} has not loaded the weights of {model}")
 
     def _load_adapter(self, label: str, folder: Path) -> str:
         digests = {*self._call_workers("dora_digest", str(folder / ADAPTER_FILE))}
-        self.server.call_raw("/v1/load_lora_adapter", {"lora_name": label, "lora_path": str(folder)})
+        adapter = {"lora_name": label, "lora_path": str(folder)}
+        self.server.call_raw("/v1/load_lora_adapter", adapter, LOAD_TIMEOUT_S)
         return ", ".join(digests)
 
     def _unload_adapter(self, label: str) -> None:

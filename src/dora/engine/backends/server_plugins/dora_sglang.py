@@ -41,15 +41,30 @@ def with_auth_token(arguments: list[str]) -> list[str]:
 def serve() -> None:
     """Run the server. Returns when it ends."""
     sys.argv = with_auth_token(sys.argv)
+    send_aborts_again()
     if os.environ.get(SLOTS_VARIABLE, "1") != "1":
         sys.argv += SLOTS_FLAGS
         load_during_generation()
     runpy.run_module("sglang.launch_server", run_name="__main__")
 
 
+def send_aborts_again() -> None:
+    """In the process of the HTTP server: SGLang aborts a request once, and the abort may overtake it."""
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager  # type: ignore[import-not-found]
+
+    abort = TokenizerManager.abort_request
+
+    def abort_request(self: Any, rid: str = "", abort_all: bool = False) -> None:
+        if (state := self.rid_to_state.get(rid)) is not None:
+            state.abort_sent = False
+        abort(self, rid, abort_all)
+
+    TokenizerManager.abort_request = abort_request
+
+
 def load_during_generation() -> None:
     """In the process of the HTTP server: SGLang would first wait for all responses."""
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager  # type: ignore[import-not-found]
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     async def update_weights_from_disk(self: Any, obj: Any, request: Any = None) -> Any:
         self.auto_create_handle_loop()

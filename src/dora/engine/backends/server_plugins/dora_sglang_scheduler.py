@@ -115,11 +115,13 @@ def load_part(manager: Any, request: Any) -> Any:
     After the last part, the message has the digest of the file's data. SGLang takes steps between two parts.
     """
     scheduler, manifest = manager.scheduler, request.manifest or {}
-    if PART_KEY not in manifest or scheduler.enable_lora:  # adapters belong to the initial model
-        return UpdateWeightFromDiskReqOutput(
-            success=False,
-            message="only DORA-RL's engine loads weights, and none where LoRA is enabled",
-        )
+    refusal = ""
+    if PART_KEY not in manifest:
+        refusal = "only DORA-RL's engine loads weights here"
+    elif scheduler.enable_lora:
+        refusal = "adapters belong to the server's initial model: start it without --enable-lora"
+    if refusal:
+        return UpdateWeightFromDiskReqOutput(success=False, message=refusal)
     with manager._observe_weight_load("disk"):
         is_done, message = scheduler.load_part(request.weight_version, request.model_path, manifest)
     if not is_done:
@@ -257,12 +259,21 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
 
     def load_lora_adapter(self, recv_req: Any) -> Any:
         """As SGLang, and report the digest of the adapter's file as the message of a success."""
-        result = super().load_lora_adapter(recv_req)
+        result, digest = super().load_lora_adapter(recv_req), ""
+        try:
+            digest = dora_digest.safetensors_digest(f"{recv_req.lora_path}/{dora_digest.ADAPTER_FILE}")
+        except (OSError, ValueError) as error:  # of another client's adapter
+            logger.warning("no digest of adapter %s: %s", recv_req.lora_name, error)
+        digests = {*self.of_all_workers(digest)}
         if result.success:
             self._adapters[recv_req.lora_id] = recv_req.lora_name
-            digest = dora_digest.safetensors_digest(f"{recv_req.lora_path}/{dora_digest.ADAPTER_FILE}")
-            digests = {*self.of_all_workers(digest)}
             result.error_message = ", ".join(digests)
+        return result
+
+    def unload_lora_adapter(self, recv_req: Any) -> Any:
+        result = super().unload_lora_adapter(recv_req)
+        if result.success:
+            self._adapters.pop(recv_req.lora_id, None)
         return result
 
     def set_internal_state(self, recv_req: Any) -> Any:
@@ -414,7 +425,12 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         self.output_streamer.stream_output([req], req.return_logprob)
 
     def record_weight_version_change(self, new_version: str | None) -> None:
-        """With several slots a load changes no request's weights."""
+        """With several slots a load changes no request's weights.
+
+        Raises RuntimeError, which ends the server, if another client has changed those under adapters.
+        """
+        if self.enable_lora:
+            raise RuntimeError(f"the weights under the adapters have become version {new_version}")
         if len(self._slots) == 1:
             super().record_weight_version_change(new_version)
 
