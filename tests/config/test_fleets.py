@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.contract.test_engine_contract import LIMITED
 from tests.runtime.tiny import write_task
 
 from dora.config.load import read_config
@@ -17,11 +18,10 @@ from dora.runtime.process import backends
 from dora.runtime.process.resources import DeviceAssignment
 from dora.runtime.run_setup import RunSetup
 
-BACKENDS = Path(__file__).parents[2] / "examples" / "adapters"
 FLEET = f"""
 [[fleet]]
 name = "others"
-backend = "{BACKENDS / "transformers_engine.py"}:Transformers"
+backend = "{LIMITED}"
 num_engines = 2
 max_num_seqs = 3
 

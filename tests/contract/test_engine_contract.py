@@ -1,4 +1,4 @@
-"""DORA's own engine and the example backend pass the contract of an inference engine."""
+"""DORA's own engine and that of transformers pass the contract of an inference engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dora.loading import load_attribute
 from dora.model.pretrained import load_config
 from dora.testing.engine_contract import InferenceContract
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "adapters"
+LIMITED = f"{Path(__file__).with_name('limited_engine.py')}:Limited"  # as in `engine.backend`
 
 
 class Native:
@@ -72,8 +72,8 @@ class TestIpcNative(InferenceContract):
 
 
 class TestTransformers(InferenceContract):
-    factory = load_attribute(f"{EXAMPLES / 'transformers_engine.py'}:Transformers", "factory")
-
-
-class TestBuiltInTransformers(InferenceContract):
     factory = Transformers
+
+
+class TestLimited(InferenceContract):
+    factory = load_attribute(LIMITED, "factory")

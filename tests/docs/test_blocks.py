@@ -181,8 +181,10 @@ def test_environments_on_the_pages_run_an_episode(here: Path) -> None:
 
 def test_adapters_on_the_pages_have_contract_tests(here: Path) -> None:
     pytest.importorskip("transformers")
-    for kind in ("engine", "trainer"):
-        (here / f"my{kind}.py").write_text((ROOT / f"examples/adapters/transformers_{kind}.py").read_text())
+    files = {"engine": "src/dora/engine/backends/transformers_engine.py"}
+    files["trainer"] = "examples/adapters/transformers_trainer.py"
+    for kind, file in files.items():
+        (here / f"my{kind}.py").write_text((ROOT / file).read_text())
     lines = [f"from my{kind} import Transformers as My{kind.capitalize()}" for kind in ("engine", "trainer")]
     (here / "mine.py").write_text("\n".join(lines))
     (names,) = names_of("docs/backends.md")

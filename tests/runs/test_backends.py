@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.contract.test_engine_contract import EXAMPLES
+from tests.contract.test_engine_contract import LIMITED
+from tests.contract.test_trainer_contract import EXAMPLES
 from tests.runs.conftest import StartRun
 from tests.runtime.running import journal, metrics, summary
 from tests.runtime.tiny import write_task
 
-ENGINE = f"{EXAMPLES / 'transformers_engine.py'}:Transformers"
 TRAINER = f"{EXAMPLES / 'transformers_trainer.py'}:Transformers"
 FITTING: dict[str, Any] = {
     "engine__version_slots": 1,
@@ -60,7 +60,7 @@ def test_a_run_warns_of_engines_that_compute_another_model(plain_task: Path, sta
 def test_the_guarantees_hold_with_other_backends_when_an_engine_crashes(
     plain_task: Path, start_run: StartRun
 ) -> None:
-    backends = {"engine__backend": ENGINE, "trainer__backend": TRAINER}
+    backends = {"engine__backend": LIMITED, "trainer__backend": TRAINER}
     held_out = plain_task.parent / "prompts.jsonl"
     run = start_run(plain_task, run__steps=6, eval__path=held_out, **backends, **FITTING)
     run.wait_for_steps(2)
@@ -102,7 +102,7 @@ def test_engines_of_two_kinds_serve_one_run_and_replace_each_other(
 ) -> None:
     """The engine that is not DORA's own crashes in the middle, and its requests restart."""
     task = write_task(tmp_path)
-    fleet = f'[[fleet]]\nname = "others"\nbackend = "{ENGINE}"\nmax_num_seqs = 2\n'
+    fleet = f'[[fleet]]\nname = "others"\nbackend = "{LIMITED}"\nmax_num_seqs = 2\n'
     task.write_text(task.read_text() + fleet)
     held_out = tmp_path / "prompts.jsonl"
     run = start_run(task, run__steps=8, engine__num_engines=1, eval__path=held_out, **FITTING)

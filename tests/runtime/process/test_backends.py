@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.contract.test_engine_contract import EXAMPLES
+from tests.contract.test_engine_contract import LIMITED
+from tests.contract.test_trainer_contract import EXAMPLES
 from tests.runtime.fake_process import FakeLauncher
 
 from dora.config import load
@@ -28,10 +29,9 @@ from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
 from dora.stream.sample_db import SampleStore
 
-ENGINE = f"{EXAMPLES / 'transformers_engine.py'}:Transformers"
 TRAINER = f"{EXAMPLES / 'transformers_trainer.py'}:Transformers"
 FITTING: dict[str, Any] = {
-    "engine.backend": ENGINE,
+    "engine.backend": LIMITED,
     "orchestrator.placement": "static",
 }
 
@@ -42,7 +42,12 @@ def task(plain_task: Path) -> Path:
 
 
 def test_all_missing_capabilities_are_reported_with_remedies(task: Path) -> None:
-    changes = [f"engine.backend={ENGINE}", "sampling.top_k=5", 'sampling.stop=["7"]', "engine.dtype=bfloat16"]
+    changes = [
+        f"engine.backend={LIMITED}",
+        "sampling.top_k=5",
+        'sampling.stop=["7"]',
+        "engine.dtype=bfloat16",
+    ]
     changes += ["engine.exact_logprobs=true", "engine.version_slots=2"]
     changes += ["orchestrator.prioritize_stragglers=true"]
     with pytest.raises(ConfigError) as error:
@@ -62,7 +67,7 @@ def test_all_missing_capabilities_are_reported_with_remedies(task: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"engine.backend": ENGINE}, "computes on one GPU: set engine.gpus_per_engine = 1"),
+        ({"engine.backend": LIMITED}, "computes on one GPU: set engine.gpus_per_engine = 1"),
         (
             {},
             "own engine computes on one GPU; set engine.backend = vllm or sglang, or remove gpus_per_engine",
@@ -239,7 +244,7 @@ def test_a_class_without_capabilities_is_rejected(task: Path) -> None:
 @pytest.mark.parametrize("key", ["engine.kernels=eager", "engine.min_step_time=5ms"])
 def test_a_setting_of_doras_own_engine_has_no_effect_on_others(task: Path, key: str) -> None:
     with pytest.raises(ConfigError, match="has no effect"):
-        load.read_config(task, [f"engine.backend={ENGINE}", key])
+        load.read_config(task, [f"engine.backend={LIMITED}", key])
 
 
 @pytest.mark.parametrize(
