@@ -1,4 +1,4 @@
-"""An episode through LiteLLM: the model calls a tool, and reads its result."""
+"""An episode through LiteLLM: the model calls a tool and reads its result. Prints the reward."""
 
 import json
 import os
@@ -22,4 +22,5 @@ while True:
     for call in message.tool_calls:
         result = sum(json.loads(call.function.arguments).values())
         messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
-print(message.content)
+expected = json.loads(os.environ["DORA_FIELDS"])["answer"]
+print(float((message.content or "").strip() == str(expected)))

@@ -1,5 +1,6 @@
-"""An episode of mini-swe-agent, whose commands run on this machine: start it in a container."""
+"""An episode of mini-swe-agent. Prints the reward. Its commands run on this machine: use a container."""
 
+import json
 import os
 
 from minisweagent.agents.default import DefaultAgent
@@ -13,4 +14,5 @@ model = LitellmModel(
 )
 templates = {"system_template": "You use a shell.", "instance_template": "{{task}}"}
 agent = DefaultAgent(model, LocalEnvironment(), step_limit=20, **templates)
-print(agent.run(os.environ["DORA_PROMPT"])["submission"])
+answer = agent.run(os.environ["DORA_PROMPT"])["submission"]
+print(float(answer.strip() == str(json.loads(os.environ["DORA_FIELDS"])["answer"])))

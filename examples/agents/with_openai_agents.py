@@ -1,5 +1,6 @@
-"""An episode of OpenAI's Agents SDK, with its default, the Responses API."""
+"""An episode of OpenAI's Agents SDK, with its default, the Responses API. Prints the reward."""
 
+import json
 import os
 
 from agents import Agent, Runner, function_tool, set_tracing_disabled
@@ -15,6 +16,7 @@ def add(a: int, b: int) -> int:
 set_tracing_disabled(True)
 agent = Agent(name="calculator", instructions="Use the tool.", tools=[add], model="policy")
 try:
-    print(Runner.run_sync(agent, os.environ["DORA_PROMPT"]).final_output)
-except AgentsException as error:  # for example a turn that is cut, or a tool that does not exist
-    print(error)
+    answer = str(Runner.run_sync(agent, os.environ["DORA_PROMPT"]).final_output)
+except AgentsException:  # for example a turn that is cut, or a tool that does not exist
+    answer = ""
+print(float(answer.strip() == str(json.loads(os.environ["DORA_FIELDS"])["answer"])))

@@ -1,5 +1,6 @@
-"""An episode of a ToolCallingAgent of smolagents."""
+"""An episode of a ToolCallingAgent of smolagents. Prints the reward."""
 
+import json
 import os
 
 from smolagents import OpenAIServerModel, ToolCallingAgent, tool
@@ -18,4 +19,5 @@ def add(a: int, b: int) -> int:
 
 base_url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
 model = OpenAIServerModel("policy", api_base=base_url, api_key=key, tool_choice="auto")
-print(ToolCallingAgent([add], model).run(os.environ["DORA_PROMPT"]))
+answer = str(ToolCallingAgent([add], model).run(os.environ["DORA_PROMPT"]))
+print(float(answer.strip() == str(json.loads(os.environ["DORA_FIELDS"])["answer"])))

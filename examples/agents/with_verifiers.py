@@ -1,8 +1,8 @@
-"""An episode of a taskset of verifiers, in its own rollout loop; the last line is its reward.
+"""An episode of a taskset of verifiers, in the rollout loop of verifiers. Prints the reward.
 
     python with_verifiers.py TASKSET
 
-The field `idx` of the prompt's row is the number of the task; without it, the first task is run.
+The field `idx` of the row is the number of the task. Without it, this is the first task.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ MAX_TURNS = 10
 
 
 async def run(taskset: str, number: int) -> float:
-    """Run a task with verifiers' chat loop, as a process of this machine. Returns its reward."""
+    """Run a task with the harness `null`, a chat loop, in a process of this machine. Returns the reward."""
     agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, "max_turns": MAX_TURNS}
     env = vf.load_environment(vf.SingleAgentEnvConfig(taskset={"id": taskset}, agent=agent))
     (task,) = env.taskset.include(idx=[number])

@@ -1,4 +1,4 @@
-"""The shop as a taskset of verifiers. Its only task is the row of the prompt.
+"""The shop as a taskset of verifiers. Its only task is the row that `dora rollout` passes on.
 
     PYTHONPATH=$PWD/examples/tool_caller dora rollout runs/shop -- \\
         python examples/agents/with_verifiers.py shop_taskset

@@ -58,12 +58,19 @@ def address(run: FakeRun) -> tuple[str, str]:
     return fields["url"], fields["token"]
 
 
+def openai_client(run: FakeRun) -> Any:
+    """OpenAI's client for the session a."""
+    import openai
+
+    url, token = address(run)
+    return openai.OpenAI(base_url=f"{url}/s/a/v1", api_key=token, max_retries=0)
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_an_agent_with_openais_client_calls_a_tool(run: FakeRun, is_stream: bool) -> None:
     import openai
 
-    url, token = address(run)
-    client: Any = openai.OpenAI(base_url=f"{url}/s/a/v1", api_key=token, max_retries=0)
+    client = openai_client(run)
     assert [model.id for model in client.models.list()] == ["policy"]
     messages: list[Any] = [USER]
     with model(run, [CALL_TEXT, "2"]):
@@ -80,10 +87,7 @@ def test_an_agent_with_openais_client_calls_a_tool(run: FakeRun, is_stream: bool
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_openais_client_gets_the_log_probs_of_a_turn(run: FakeRun, is_stream: bool) -> None:
-    import openai
-
-    url, token = address(run)
-    client: Any = openai.OpenAI(base_url=f"{url}/s/a/v1", api_key=token, max_retries=0)
+    client = openai_client(run)
     ids = [*run.setup.tokenizer.encode(CALL_TEXT), run.setup.tokenizer.stop_ids[0]]
     logprobs = [-i / 8 for i in range(len(ids))]
     about = {"model": "policy", "messages": [USER], "tools": TOOLS, "logprobs": True}
@@ -110,8 +114,7 @@ def test_openais_client_gets_the_log_probs_of_a_turn(run: FakeRun, is_stream: bo
 def test_log_probs_that_an_engine_does_not_report_are_refused(run: FakeRun) -> None:
     import openai
 
-    url, token = address(run)
-    client: Any = openai.OpenAI(base_url=f"{url}/s/a/v1", api_key=token, max_retries=0)
+    client = openai_client(run)
     about = {"model": "policy", "messages": [USER]}
     with (
         model(run, ["2"]),
@@ -138,8 +141,7 @@ def test_an_agent_with_openais_client_calls_a_tool_in_the_responses_api(
 ) -> None:
     import openai
 
-    url, token = address(run)
-    client: Any = openai.OpenAI(base_url=f"{url}/s/a/v1", api_key=token, max_retries=0)
+    client = openai_client(run)
     about = {"model": "policy", "instructions": "Use the tool.", "tools": RESPONSES_TOOLS}
 
     def create(items: Sequence[Any]) -> Any:
@@ -203,13 +205,10 @@ def test_an_agent_with_anthropics_client_calls_a_tool(run: FakeRun, is_stream: b
 
 
 def test_an_agent_with_openais_client_continues_a_text(tmp_path: Path) -> None:
-    import openai
-
     run = FakeRun(tmp_path, service__agents="true")
     run.agents.start(EPISODE, version=4)
     with serve(run), model(run, ["77", "8"]) as replies:
-        url, token = address(run)
-        client = openai.OpenAI(base_url=f"{url}/s/a/v1", api_key=token, max_retries=0)
+        client = openai_client(run)
         text = "13:"
         for answer in ("77", "8"):
             choice = client.completions.create(model="policy", prompt=text).choices[0]

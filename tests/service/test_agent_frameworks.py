@@ -55,14 +55,14 @@ SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo 5"
 @pytest.mark.parametrize(
     ("module", "script", "turns", "output", "settings"),
     [
-        ("litellm", "with_litellm.py", [ADD, "5"], "5", {}),
-        ("agents", "with_openai_agents.py", [ADD, "5"], "5", {}),
-        ("smolagents", "with_smolagents.py", [ADD, call("final_answer", '{"answer": "5"}')], "5", {}),
+        ("litellm", "with_litellm.py", [ADD, "5"], "1.0", {}),
+        ("agents", "with_openai_agents.py", [ADD, "5"], "1.0", {}),
+        ("smolagents", "with_smolagents.py", [ADD, call("final_answer", '{"answer": "5"}')], "1.0", {}),
         (
             "minisweagent",
             "with_mini_swe_agent.py",
             [call("bash", '{"command": "expr 2 + 3"}'), call("bash", f'{{"command": "{SUBMIT}"}}')],
-            "5",
+            "1.0",
             {"MSWEA_SILENT_STARTUP": "1"},
         ),
         ("verifiers", "with_verifiers.py sums", [ADD, "5"], "1.0", VERIFIERS),
@@ -79,7 +79,7 @@ def test_a_framework_runs_an_episode(
         pytest.skip(f"{python} has no {module}; make test-agents installs it")
     url, token = address(run)
     service = {"OPENAI_BASE_URL": f"{url}/s/a/v1", "OPENAI_API_KEY": token}
-    row = {"DORA_PROMPT": "2 + 3?", "DORA_FIELDS": '{"idx": 2}'}
+    row = {"DORA_PROMPT": "2 + 3?", "DORA_FIELDS": '{"idx": 2, "answer": "5"}'}
     offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
     file, *arguments = script.split()
     with model(run, turns, MAX_TOKENS) as replies:

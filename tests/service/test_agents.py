@@ -97,14 +97,6 @@ def test_messages_of_too_many_characters_are_refused_before_they_are_tokenized(
     )
 
 
-@pytest.mark.parametrize("reward", [1.1e6, -1e200])
-def test_a_reward_above_the_maximum_is_refused(run: FakeRun, reward: float) -> None:
-    open_session(run)
-    complete_with(run, [USER], "77")
-    assert "1000000" in error_message(run.call("POST", "/v1/sessions/a/reward", json={"reward": reward}), 422)
-    assert run.call("POST", "/v1/sessions/a/reward", json={"reward": -1e6}).status_code == 200
-
-
 def test_an_episode_runs_from_its_prompt_to_its_reward(run: FakeRun) -> None:
     opened = open_session(run)
     assert (opened["version"], opened["group"], opened["sibling"]) == (4, "0/3", 1)
@@ -352,15 +344,14 @@ def test_max_tokens_must_be_the_same_in_all_requests_of_a_session(run: FakeRun) 
     assert "repeat it" in error_message(complete(run, more, max_tokens=3), 400)
 
 
-@pytest.mark.parametrize("reward", ["1", "NaN", "Infinity", "1e999", "[]", "true"])
-def test_a_reward_is_a_finite_number(run: FakeRun, reward: str) -> None:
+@pytest.mark.parametrize("reward", ['"1"', "NaN", "Infinity", "1e999", "[]", "true", "1.1e6", "-1e200"])
+def test_a_reward_is_a_finite_number_up_to_a_maximum(run: FakeRun, reward: str) -> None:
     open_session(run)
     complete_with(run, [USER], "77")
-    body = f'{{"reward": {reward}}}' if reward != "1" else '{"reward": "1"}'
-    response = run.call(
-        "POST", "/v1/sessions/a/reward", content=body, headers={"content-type": "application/json"}
-    )
-    assert error_message(response, 422)
+    body, kind = f'{{"reward": {reward}}}', {"content-type": "application/json"}
+    message = error_message(run.call("POST", "/v1/sessions/a/reward", content=body, headers=kind), 422)
+    assert "1000000" in message or reward not in ("1.1e6", "-1e200")
+    assert run.call("POST", "/v1/sessions/a/reward", json={"reward": -1e6}).status_code == 200
 
 
 def test_an_unknown_session_is_not_found(run: FakeRun) -> None:
