@@ -123,8 +123,7 @@ class FakeWorkers:
             self.pending.remove(event)
         self._update_pending(event)
         if isinstance(event, Trained) and event.step in self.state.batches:
-            groups = [self.state.groups[group] for group in self.state.batches[event.step]]
-            self._batches.append(tuple(BatchMember(g.id, g.index, g.version) for g in groups))
+            self._batches.append(self.state.batch_members(event.step))
         actions = self.orchestrator.handle(event, self.now)
         self.checker.observe(event)  # after the core, which may reject the event
         self._execute(actions)

@@ -135,17 +135,6 @@ def test_a_snapshot_with_a_missing_field_is_rejected(name: str) -> None:
         ("prompts", [[1, [0]]]),
         ("costs", []),
         ("ready_groups", 3),
-    ],
-)
-def test_a_damaged_snapshot_is_rejected(name: str, value: object) -> None:
-    raw = round_trip(busy_state()) | {name: value}
-    with pytest.raises(ProtocolError, match="the snapshot is damaged"):
-        codec.state_from_json(raw)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
         ("newest_published", "two"),
         ("next_step", None),
         ("now_s", "late"),
@@ -153,7 +142,7 @@ def test_a_damaged_snapshot_is_rejected(name: str, value: object) -> None:
         ("stored_versions", [[0, 7]]),
     ],
 )
-def test_a_snapshot_with_a_value_of_another_type_is_rejected(name: str, value: object) -> None:
+def test_a_damaged_snapshot_is_rejected(name: str, value: object) -> None:
     raw = round_trip(busy_state()) | {name: value}
     with pytest.raises(ProtocolError, match="the snapshot is damaged"):
         codec.state_from_json(raw)

@@ -350,7 +350,8 @@ def test_a_reward_is_a_finite_number_up_to_a_maximum(run: FakeRun, reward: str) 
     complete_with(run, [USER], "77")
     body, kind = f'{{"reward": {reward}}}', {"content-type": "application/json"}
     message = error_message(run.call("POST", "/v1/sessions/a/reward", content=body, headers=kind), 422)
-    assert "1000000" in message or reward not in ("1.1e6", "-1e200")
+    if reward in ("1.1e6", "-1e200"):
+        assert "1000000" in message
     assert run.call("POST", "/v1/sessions/a/reward", json={"reward": -1e6}).status_code == 200
 
 

@@ -174,18 +174,22 @@ else:
 """
 
 
+def install_docker(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Have commands find `script` in place of Docker."""
+    docker = folder / "docker"
+    docker.write_text(script)
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
 def test_a_container_is_started_for_each_command_and_removed(
     run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a program in place of Docker, which writes its arguments and runs the command."""
-    docker = tmp_path / "bin" / "docker"
-    docker.parent.mkdir()
-    docker.write_text(DOCKER)
-    docker.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{docker.parent}:{os.environ['PATH']}")
+    install_docker(tmp_path, monkeypatch, DOCKER)
     ends, model = roll_out(run, AGENT + "print(0.5)", 1, image="image:1")
     assert (ends, rewards(model), outputs(run)) == (Counter(rewarded=1), [0.5], ["0.5\n"])
-    created, started, removed = (docker.parent / "calls").read_text().splitlines()
+    created, started, removed = (tmp_path / "calls").read_text().splitlines()
     options = "create --rm --init --cap-drop ALL --security-opt no-new-privileges --name dora-"
     assert created.startswith(options)
     name = created.split("--name ")[1].split()[0]
@@ -198,10 +202,7 @@ def test_a_container_is_started_for_each_command_and_removed(
 def test_a_container_that_is_not_created_fails_its_episode(
     run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    docker = tmp_path / "docker"
-    docker.write_text("#!/bin/sh\necho no such image >&2; exit 125")
-    docker.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    install_docker(tmp_path, monkeypatch, "#!/bin/sh\necho no such image >&2; exit 125")
     with pytest.raises(InputError, match=r"no turn 3 times in a row \(docker create: exit status 125\)"):
         roll_out(run, AGENT, image="image:1")
     assert "no such image\n" in outputs(run)
@@ -210,10 +211,8 @@ def test_a_container_that_is_not_created_fails_its_episode(
 def test_the_creation_of_a_container_counts_for_the_timeout(
     run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    docker = tmp_path / "docker"
-    docker.write_text(DOCKER.replace("names = [", "__import__('time').sleep(1); names = ["))
-    docker.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    slow = DOCKER.replace("names = [", "__import__('time').sleep(1); names = [")
+    install_docker(tmp_path, monkeypatch, slow)
     ends, _ = roll_out(run, AGENT + "import time; time.sleep(2.5)", 1, image="image:1", timeout_s=3.0)
     assert ends == {"longer than 3 s": 1}
 

@@ -7,16 +7,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
-from tests.stream.sample_rows import FIELDS, columns, numbers, rewards, row
+from tests.stream.processes import TASK
+from tests.stream.sample_rows import ALL, FIELDS, columns, numbers, rewards, row
 
 from dora.errors import StreamError
 from dora.stream import storage
 from dora.stream.metadata import BatchRequest
 from dora.stream.schema import BlockPacker
 from dora.stream.storage import MetadataDatabase, SampleStream, SegmentWriter, is_segment_name
-
-ALL = BatchRequest(max_rows=99)
-TASK = "reward"
 
 
 class Killed(BaseException):

@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.stream.sample_rows import FIELDS, columns, group, numbers, rewards, row
+from tests.stream.sample_rows import ALL, FIELDS, columns, group, numbers, rewards, row
 
 from dora.errors import StreamError
 from dora.stream.metadata import BatchRequest
 from dora.stream.schema import StreamBatch
 from dora.stream.storage import SampleStream, SegmentReader, SegmentWriter
-
-ALL = BatchRequest(max_rows=99)
 
 
 def put(stream: SampleStream, which: Sequence[int], version: int = 0) -> range:

@@ -37,15 +37,10 @@ TableName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$")]
 
 UpdatePolicy = Literal["dora", "sync", "one_step", "drain", "partial", "inflight"]
 AuxWorker = Literal["reference", "proximal", "critic"]
-LoraTargets = Annotated[
-    list[str],
-    Field(min_length=1),
-    BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
-]
-Trackers = Annotated[
-    list[Literal["tensorboard", "wandb", "trackio", "otel"]],
-    BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
-]
+# A single string needs no list.
+_AS_LIST = BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
+LoraTargets = Annotated[list[str], Field(min_length=1), _AS_LIST]
+Trackers = Annotated[list[Literal["tensorboard", "wandb", "trackio", "otel"]], _AS_LIST]
 
 DEFAULT_STALENESS: dict[str, int] = {
     "dora": 2, "sync": 0, "one_step": 1, "drain": 1, "partial": 2, "inflight": 2,

@@ -73,11 +73,6 @@ def finish_request(state: State, request: RequestId, *, is_failed: bool = False)
     return [Score(group)]
 
 
-def is_scoring(state: State, group: GroupId) -> bool:
-    """Whether a held-out prompt awaits its score."""
-    return state.evaluation is not None and group in state.evaluation.scoring_prompts
-
-
 def finish_scoring(state: State, group: GroupId) -> list[Action]:
     """A held-out prompt has been scored, or scoring has failed."""
     rule, evaluation = _running(state)

@@ -291,7 +291,7 @@ def _on_scoring_failed(state: State, event: events.ScoringFailed) -> list[Action
 
 
 def _on_held_out_scored(state: State, event: events.GroupScored | events.ScoringFailed) -> list[Action]:
-    is_scoring = evaluation.is_scoring(state, event.group)
+    is_scoring = state.evaluation is not None and event.group in state.evaluation.scoring_prompts
     require(is_scoring, event, "the held-out prompt must be awaiting its score", state.evaluation)
     rule = state.limits.evaluation
     if isinstance(event, events.GroupScored) and rule is not None:

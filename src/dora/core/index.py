@@ -149,7 +149,7 @@ class Indexes:
         if new.admission_rows:
             self.admission_rows[new.newest_version] += new.admission_rows
         if old.admission_rows:
-            subtract(self.admission_rows, old.newest_version, old.admission_rows)
+            decrement(self.admission_rows, old.newest_version, old.admission_rows)
 
     def unindex(self, engine: int) -> None:
         """Remove an engine from all indexes."""
@@ -158,15 +158,11 @@ class Indexes:
         del self.row_entries[engine], self.version_entries[engine]
 
 
-def subtract(counts: Counter[int], key: int, count: int) -> None:
+def decrement(counts: Counter[int], key: int, count: int = 1) -> None:
     """Subtract `count`, and delete a key that reaches 0: otherwise one key per version would remain."""
     counts[key] -= count
     if not counts[key]:
         counts.pop(key)
-
-
-def decrement(counts: Counter[int], key: int) -> None:
-    subtract(counts, key, 1)
 
 
 def _set_membership(index: dict[int, None], engine: int, is_member: bool) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from dora.core.costs import MeasuredCosts
 from dora.core.index import NO_ROWS, Cohort, Indexes, RowEntry, SortKey, VersionEntry, decrement
 from dora.core.staleness import AdaptiveStaleness, Divergence
-from dora.core.types import GroupId, Limits, RequestId
+from dora.core.types import BatchMember, GroupId, Limits, RequestId
 
 
 @dataclass(slots=True)
@@ -390,6 +390,11 @@ class State(Indexes):
         return self.evaluation is not None and (self.evaluation.version == 0 or self.is_training_done)
 
     # groups
+
+    def batch_members(self, step: int) -> tuple[BatchMember, ...]:
+        """The groups of a complete batch that is not trained, as `Resumed` repeats them."""
+        groups = [self.groups[group] for group in self.batches[step]]
+        return tuple(BatchMember(g.id, g.index, g.version) for g in groups)
 
     def close_group(self, group: GroupRecord) -> None:
         """The group is no longer open: it is committed or has ended."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from dora.core import bound
 from dora.core.state import EngineRecord, RequestRecord, State
 from dora.core.types import GroupId, RequestId
+from dora.core.weight_sync import newest_loaded
 from dora.text import plural, step_number
 
 MAX_LISTED = 8  # nodes of one kind, behind one node
@@ -184,8 +185,7 @@ def _of_admission(state: State) -> Iterator[WaitEdge]:
     """Why no group is admitted now, if none is."""
     if state.next_step >= state.limits.num_steps:
         return
-    loaded = max((version for version in state.holders if version in state.stored_versions), default=None)
-    newest = state.newest_published
+    loaded, newest = newest_loaded(state), state.newest_published
     if newest is None or state.is_redoing_steps:
         yield WaitEdge(ADMISSION, TRAINER, f"publication of version {state.redo_until_version}")
         return

@@ -211,7 +211,7 @@ class RunWatcher:
         self._changed = threading.Condition()  # guards the rest
         self._update = RunUpdate(0, False)
         self._num_watching = 0
-        self._is_closed = False
+        self.is_closed = False
         self._cpu_s = 0.0  # since the last read
         self._error = ""
         self._refresh()
@@ -238,29 +238,25 @@ class RunWatcher:
     def wait(self, number: int, timeout_s: float) -> RunUpdate | None:
         """The next update after `number`; None after the timeout or `close`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._update.number > number or self._is_closed, timeout_s)
-            return self._update if self._update.number > number and not self._is_closed else None
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
+            self._changed.wait_for(lambda: self._update.number > number or self.is_closed, timeout_s)
+            return self._update if self._update.number > number and not self.is_closed else None
 
     def follow(self) -> None:
         """Read the files again and again until `close`."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._num_watching > 0 or self._is_closed)
-            if self._is_closed:
+                self._changed.wait_for(lambda: self._num_watching > 0 or self.is_closed)
+            if self.is_closed:
                 return
             self.poll()
             with self._changed:
                 pause_s, self._cpu_s = max(self._poll_s, self._cpu_s / MAX_CPU_FRACTION), 0.0
-                self._changed.wait_for(lambda: self._is_closed, pause_s)
+                self._changed.wait_for(lambda: self.is_closed, pause_s)
 
     def close(self) -> None:
         """End `follow` and all waits."""
         with self._changed:
-            self._is_closed = True
+            self.is_closed = True
             self._changed.notify_all()
 
     def poll(self) -> None:

@@ -11,7 +11,6 @@ from collections import Counter
 from itertools import chain, zip_longest
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group
@@ -58,9 +57,7 @@ class RunConsole:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live:
             self._live.stop()
 

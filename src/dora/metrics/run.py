@@ -195,7 +195,9 @@ class RunMetrics:
         ended = [] if event is None else self._timeline.observe(now, event)
         step = self._on_event(now, event, state, ended)
         for action in actions:
-            self._on_action(action)
+            if isinstance(action, Admit) and not self._has_admitted:
+                self._has_admitted = True
+                self.utilization.start(self.samples.engine_usage)
             ended += self._timeline.observe(now, action)
         for span in ended:
             for metrics in (self.lengths, self.migrations, self.weight_loads):
@@ -264,11 +266,6 @@ class RunMetrics:
             case _:
                 pass
         return None
-
-    def _on_action(self, action: Action) -> None:
-        if isinstance(action, Admit) and not self._has_admitted:
-            self._has_admitted = True
-            self.utilization.start(self.samples.engine_usage)
 
     def _end_step(self, step: int, now: float, state: State, batch: Sequence[GroupSpan]) -> StepRecord:
         samples, size = self.samples, self.limits.group_size

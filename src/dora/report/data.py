@@ -249,7 +249,6 @@ class GroupOutcomes:
     def __init__(self, spans: Sequence[Span], num_trained: int) -> None:
         """`num_trained` steps are trained and were not voided by a resume."""
         groups = {span.group: span for span in spans if isinstance(span, GroupSpan)}
-        responses = [span for span in spans if isinstance(span, RequestSpan) and span.finished is not None]
         ended = [span for span in groups.values() if span.outcome in ("filtered", "failed")]
         self.versions = {group: span.admitted.version for group, span in groups.items()}
         self.untrained = {span.group: span.outcome for span in ended}
@@ -259,10 +258,10 @@ class GroupOutcomes:
             for group, span in groups.items()
             if span.outcome == "trained" and span.step is not None and span.step < num_trained
         }
-        own = [span for span in responses if not span.request.is_held_out]
         self._lengths: dict[GroupId, list[int]] = {}  # of finished responses
-        for span in own:
-            self._lengths.setdefault(span.request.group, []).append(span.num_tokens)
+        for span in spans:
+            if isinstance(span, RequestSpan) and span.finished is not None and not span.request.is_held_out:
+                self._lengths.setdefault(span.request.group, []).append(span.num_tokens)
 
     def outcome_of(self, group: GroupId) -> str:
         return "trained" if group in self.steps else self.untrained.get(group, "pending")

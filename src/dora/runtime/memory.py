@@ -36,8 +36,18 @@ _TOLERANCE = 1.25  # estimated over available memory that is not refused
 
 
 def memory_by_device(setup: RunSetup) -> dict[str, str]:
-    """Device, or a range of devices with the same contents -> total and parts; see `bytes_by_device`."""
-    return _grouped(bytes_by_device(setup))
+    """Device -> total and parts, see `bytes_by_device`.
+
+    Devices with the same contents are merged into ranges, such as cuda:0-3.
+    """
+    by_text: dict[str, list[str]] = {}
+    for device, held in bytes_by_device(setup).items():
+        by_text.setdefault(f"{size(sum(held.values()))}: {', '.join(held)}", []).append(device)
+    grouped = sorted((sorted(devices), text) for text, devices in by_text.items())
+    return {
+        devices[0] if len(devices) == 1 else f"{devices[0]}-{devices[-1].removeprefix('cuda:')}": text
+        for devices, text in grouped
+    }
 
 
 def check_gpu_memory(setup: RunSetup, total_bytes: Callable[[int], int] | None = None) -> None:
@@ -121,18 +131,6 @@ def bytes_by_device(setup: RunSetup) -> dict[str, dict[str, int]]:
     num_bytes = _checkpoint_bytes(setup)
     add("cpu", f"{size(num_bytes)} for copies while a checkpoint is written", num_bytes)
     return parts
-
-
-def _grouped(parts: dict[str, dict[str, int]]) -> dict[str, str]:
-    """Merge devices with the same contents into ranges, such as cuda:0-3."""
-    by_text: dict[str, list[str]] = {}
-    for device, held in parts.items():
-        by_text.setdefault(f"{size(sum(held.values()))}: {', '.join(held)}", []).append(device)
-    grouped = sorted((sorted(devices), text) for text, devices in by_text.items())
-    return {
-        devices[0] if len(devices) == 1 else f"{devices[0]}-{devices[-1].removeprefix('cuda:')}": text
-        for devices, text in grouped
-    }
 
 
 def trainer_bytes(setup: RunSetup) -> Counter[str]:

@@ -37,8 +37,9 @@ class LimitedConnection(H11Protocol):
         self._start_head_timer()
         self.idle_since_s = self.loop.time()
         if len(self.connections) > max_connections():
-            idle = [each for each in self.connections if _idle_since_s(each) is not None]
-            oldest = min(idle, key=lambda each: _idle_since_s(each) or 0.0)
+            limited = (each for each in self.connections if isinstance(each, LimitedConnection))
+            idle = (each for each in limited if each.idle_since_s is not None)
+            oldest = min(idle, key=lambda each: each.idle_since_s or 0.0)
             oldest.transport.abort()
             self.connections.discard(oldest)
 
@@ -101,7 +102,3 @@ class LimitedConnection(H11Protocol):
             self.idle_since_s = None
         elif self.idle_since_s is None:
             self.idle_since_s = self.loop.time()
-
-
-def _idle_since_s(connection: object) -> float | None:
-    return connection.idle_since_s if isinstance(connection, LimitedConnection) else None

@@ -68,9 +68,7 @@ class HttpMetrics:
 
 def expose_run(context: RunContext) -> bytes:
     """The metrics of a run in the text format of Prometheus."""
-    registry = CollectorRegistry()
-    registry.register(_RunCollector(context))
-    return generate_latest(registry)
+    return generate_latest(_RunCollector(context))
 
 
 class _RunCollector(Collector):

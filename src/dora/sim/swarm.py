@@ -221,10 +221,8 @@ class _RunCrashes:
 
     def on_trained(self, event: Trained, state: State) -> None:
         """Keep the batch of a step, before the orchestrator handles the event and forgets it."""
-        if event.step not in state.batches:
-            return
-        groups = [state.groups[group] for group in state.batches[event.step]]
-        self._batches[event.step] = tuple(BatchMember(g.id, g.index, g.version) for g in groups)
+        if event.step in state.batches:
+            self._batches[event.step] = state.batch_members(event.step)
 
     def is_due(self, num_events: int) -> bool:
         is_due = self._every is not None and num_events > 0 and num_events % self._every == 0

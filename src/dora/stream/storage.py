@@ -34,7 +34,7 @@ from dora.stream.metadata import (
     StreamLease,
     StreamRow,
 )
-from dora.stream.schema import BatchPart, BlockPacker, ColumnData, Field, StreamBatch
+from dora.stream.schema import ALIGNMENT, BatchPart, BlockPacker, ColumnData, Field, StreamBatch
 
 
 class SampleStream:
@@ -322,7 +322,6 @@ class MetadataDatabase:
         self._last_number: int = number
         self._numbers: dict[Block, int] = {}
         self._num_commits = 0
-        self._in_transaction = False
 
     def add_consumer(self, name: str, declaration: Mapping[str, Any]) -> None:
         """Store a consumer with the arguments of its registration."""
@@ -361,9 +360,8 @@ class MetadataDatabase:
 
     def commit(self) -> None:
         """Make all writes durable."""
-        if self._in_transaction:
+        if self._db.in_transaction:
             self._db.execute("commit")
-            self._in_transaction = False
 
     def blocks(self) -> Iterator[RestoredBlock]:
         """The stored blocks, in the order in which they were added."""
@@ -389,16 +387,14 @@ class MetadataDatabase:
         self._db.close()
 
     def _write(self, sql: str, values: tuple[Any, ...]) -> None:
-        if not self._in_transaction:
+        if not self._db.in_transaction:
             self._db.execute("begin")
-            self._in_transaction = True
         self._db.execute(sql, values)
 
 
 SEGMENT_BYTES = 8 << 20
 KEPT_BYTES = 256 << 20  # of empty segments that a writer keeps for reuse: their pages are already allocated
 MAPPED_BYTES = 512 << 20  # of segments that a reader keeps mapped, although their owner may have removed them
-BLOCK_ALIGNMENT = 64  # bytes
 _SEGMENT_NAME = re.compile(r"[0-9a-f]{16}-\d{1,9}")  # OWNER-NUMBER
 
 
@@ -424,7 +420,7 @@ class SegmentWriter:
             if previous:
                 self._trim(previous)
         location = BlockLocation(self._current, self._used_bytes, num_bytes)
-        self._used_bytes += -(-num_bytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+        self._used_bytes += -(-num_bytes // ALIGNMENT) * ALIGNMENT
         self._num_blocks[self._current] += 1
         return location, memoryview(self._maps[self._current])[location.offset : location.offset + num_bytes]
 

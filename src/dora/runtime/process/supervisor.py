@@ -300,11 +300,24 @@ class Supervisor:
 
         Reports about an empty slot are ignored. Raises what the owner raises.
         """
-        self._lose(slot, reason, worker, WorkerTimeoutError if is_timeout else RunError)
+        if not slot.workers:
+            return
+        self._check_run()
+        worker = worker or slot.worker
+        was_started, was_ready = slot.owner in self._started, slot.is_ready
+        has_place = not (is_timeout and worker not in slot.ready and worker.waiting_for)
+        self.end(slot)
+        delay_s: float | None = None
+        if was_started and not slot.is_draining and (has_place or slot.has_been_ready):
+            delay_s = self._next_delay_s(slot, was_ready)
+        slot.restart_at_s = None if delay_s is None else self.clock.now_s + delay_s
+        fatal = self._error(slot, reason, worker, WorkerTimeoutError if is_timeout else RunError, was_started)
+        loss = Loss(worker, reason, delay_s, slot.is_draining, is_timeout, fatal, has_place)
+        slot.owner.on_lost(slot, loss)
 
     def _on_message(self, worker: Worker, slot: Slot, message: Any) -> None:
         if isinstance(message, WorkerExited):
-            self._lose(slot, worker.exit_reason, worker, RunError)
+            self.report_lost(slot, worker.exit_reason, worker)
             return
         if isinstance(message, WorkerReady):
             slot.ready.add(worker)
@@ -325,7 +338,7 @@ class Supervisor:
                 cause = f"because the driver itself was {self.clock.delay_s:.1f} s late"
                 limit += f" (extended to {timeout_s * extension:.0f} s, {cause})"
             reason = f"{silent[0].name} sent no heartbeat for more than {limit}"
-            self._lose(slot, reason, silent[0], WorkerTimeoutError)
+            self.report_lost(slot, reason, silent[0], is_timeout=True)
         elif self._checks_starts and slot.not_started:
             start_timeout_s = self._runtime.start_timeout_s
             if now_s > slot.started_s + start_timeout_s:
@@ -333,24 +346,7 @@ class Supervisor:
                 late = next(worker for worker in slot.workers if worker not in slot.ready)
                 problem = f"got no place on {late.waiting_for}" if late.waiting_for else "not ready"
                 reason = f"{', '.join(slot.not_started)} {problem} within {limit}"
-                self._lose(slot, reason, late, WorkerTimeoutError)
-
-    def _lose(self, slot: Slot, reason: str, worker: Worker | None, error: type[RunError]) -> None:
-        if not slot.workers:
-            return
-        self._check_run()
-        worker = worker or slot.worker
-        was_started, was_ready = slot.owner in self._started, slot.is_ready
-        is_timeout = error is WorkerTimeoutError
-        has_place = not (is_timeout and worker not in slot.ready and worker.waiting_for)
-        self.end(slot)
-        delay_s: float | None = None
-        if was_started and not slot.is_draining and (has_place or slot.has_been_ready):
-            delay_s = self._next_delay_s(slot, was_ready)
-        slot.restart_at_s = None if delay_s is None else self.clock.now_s + delay_s
-        fatal = self._error(slot, reason, worker, error, was_started)
-        loss = Loss(worker, reason, delay_s, slot.is_draining, is_timeout, fatal, has_place)
-        slot.owner.on_lost(slot, loss)
+                self.report_lost(slot, reason, late, is_timeout=True)
 
     def _next_delay_s(self, slot: Slot, was_ready: bool) -> float | None:
         if slot.has_task and was_ready:

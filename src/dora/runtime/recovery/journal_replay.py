@@ -233,8 +233,7 @@ class _JournalReplay:
         """Keep the batch of a trained step before the orchestrator forgets it; a redone step has none."""
         state = self.orchestrator.snapshot()
         if isinstance(event, Trained) and event.step in state.batches:
-            groups = [state.groups[group] for group in state.batches[event.step]]
-            self._batches[event.step] = tuple(BatchMember(g.id, g.index, g.version) for g in groups)
+            self._batches[event.step] = state.batch_members(event.step)
 
     def _update_metrics(self, line: JournalLine, event: Event | None, actions: Sequence[Action]) -> None:
         """A voided step counts as redone, and its metrics are those of its repetition."""

@@ -70,7 +70,7 @@ class PartialOutputs:
             elif isinstance(record, SavedEpisode):
                 self._episodes[request] = record
             else:
-                self._drop(request)
+                self.forget(request)
         if are_episodes:
             for request in {*self._parts, *self._episodes}:
                 self._keep_saved(request)
@@ -95,16 +95,17 @@ class PartialOutputs:
         """The episode of a request, as last saved."""
         return self._episodes.get(request)
 
-    def forget(self, request: RequestId) -> None:
-        """Drop a request that has finished or was aborted."""
-        self._drop(request)
+    def forget(self, request: RequestId) -> bool:
+        """Drop what a request keeps, as after its end; returns whether it kept anything."""
+        part, episode = self._parts.pop(request, None), self._episodes.pop(request, None)
+        return part is not None or episode is not None
 
     def restart(self, request: RequestId) -> bool:
         """Drop what a request keeps, because it restarts from its prompt, in a resumed run as well.
 
         Returns whether it kept anything.
         """
-        if is_kept := self._drop(request):
+        if is_kept := self.forget(request):
             self._append(_with_header(_RESTART + json.dumps(request).encode()))
         return is_kept
 
@@ -153,7 +154,7 @@ class PartialOutputs:
         """
         saved, part = self._episodes.get(request), self._parts.get(request)
         if saved is None or (0 if part is None else len(part.token_ids)) < saved.num_tokens:
-            self._drop(request)
+            self.forget(request)
         elif part is not None:
             is_observed = np.isnan(part.logprobs[saved.num_tokens :, 0])
             num_sampled = int(is_observed.argmax()) if is_observed.any() else len(is_observed)
@@ -162,11 +163,6 @@ class PartialOutputs:
             self._parts[request] = kept
             if not stop:
                 del self._parts[request]
-
-    def _drop(self, request: RequestId) -> bool:
-        """Returns whether anything was kept."""
-        part, episode = self._parts.pop(request, None), self._episodes.pop(request, None)
-        return part is not None or episode is not None
 
     def _append(self, data: bytes) -> None:
         """Append the records of what is kept since the last call."""

@@ -324,10 +324,8 @@ class RewardManager:
 
     def on_storage_replaced(self) -> None:
         """Let all tasks score the unfinished groups again; the new storage already has their rows."""
-        for workers in self._workers:
-            workers.on_storage_replaced()
-        for external in self.external.values():
-            external.on_storage_replaced()
+        for scorer in self._scorers:
+            scorer.on_storage_replaced()
         self._completed.clear()
         for group in self._pending:
             self._request(group)

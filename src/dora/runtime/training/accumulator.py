@@ -138,11 +138,8 @@ class Accumulator:
         assert advantage is not None
         is_comparable = self._weight_digest(stored.version) == stored.weight_digest
         samples = to_samples(stored, advantage, step - stored.version, is_comparable)
-        return [self._with_teachers(s, advantage) for s in samples] if self._has_teachers else samples
-
-    @property
-    def _has_teachers(self) -> bool:
-        return self._advantage_settings.teacher_coef > 0
+        has_teachers = self._advantage_settings.teacher_coef > 0
+        return [self._with_teachers(s, advantage) for s in samples] if has_teachers else samples
 
     def _with_teachers(self, sample: Sample, advantage: float) -> Sample:
         """The reference column has the teachers' log-probs."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from dora.errors import RunError
 from dora.full_disk import describe_full_disk, is_full
-from dora.runtime.process import messages as m
 from dora.runtime.process.messages import CheckpointFailed, CheckpointSaved, SaveCheckpoint
 from dora.runtime.run_setup import RunSetup
 from dora.weights.store import WeightStore
@@ -135,7 +134,7 @@ class CheckpointManager:
         self.num_pending = 0
         self.saved: list[Path] = []  # not recorded in the journal yet
 
-    def request(self, core: str, versions: Sequence[int]) -> m.SaveCheckpoint:
+    def request(self, core: str, versions: Sequence[int]) -> SaveCheckpoint:
         """The request for one more checkpoint.
 
         `core` is the orchestrator's state as JSON. `versions` are older versions to keep in the checkpoint.
@@ -145,7 +144,7 @@ class CheckpointManager:
         self._num_requested += 1
         self.num_pending += 1
         config = self._setup.config
-        return m.SaveCheckpoint(
+        return SaveCheckpoint(
             folder=self._setup.out / "checkpoints",
             core=core,
             versions=kept,
@@ -153,12 +152,12 @@ class CheckpointManager:
             fsync=config.journal.fsync,
         )
 
-    def on_message(self, message: m.CheckpointSaved | m.CheckpointFailed) -> None:
+    def on_message(self, message: Reply) -> None:
         """Handle the trainer's reply to the oldest pending request."""
         self.num_pending -= 1
         del self._kept_versions[0]
         self._failure = ""
-        if isinstance(message, m.CheckpointSaved):
+        if isinstance(message, CheckpointSaved):
             self._newest = message.folder
             self.saved.append(message.folder)
             return
