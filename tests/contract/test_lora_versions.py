@@ -19,6 +19,7 @@ from tests.contract.fake_vllm_server import FakeVllmServer
 from tests.contract.lora import CONFIG, RANK, lora_weights
 from torch import Tensor
 
+from dora import testing
 from dora.engine.backends.lora_versions import LoraVersions, lora_adapter
 from dora.engine.backends.server_plugins.dora_digest import ADAPTER_FILE
 from dora.engine.backends.sglang import SglangLora
@@ -181,6 +182,12 @@ def test_a_server_with_slots_for_full_weights_is_rejected(
     rejected = pytest.raises(EngineError, match="slots for full weights")
     with closing(server(version_slots=2)) as running, rejected:
         engine_at(kind, running.url, tmp_path, version_slots=2, rank=RANK)
+
+
+def test_adapters_that_sglang_does_not_pad_on_a_cpu_are_rejected(tmp_path: Path) -> None:
+    save_pretrained(tmp_path, testing.CONFIG, testing.version_weights(0))
+    with pytest.raises(ConfigError, match=r"intermediate_size = 48: .* multiple of 32"):
+        engine_at(SglangLora, "http://127.0.0.1:1", tmp_path, rank=RANK)
 
 
 @pytest.mark.parametrize(("engine", "rank"), [(VllmLora, 0), (VllmLora, 513), (SglangLora, 0)])

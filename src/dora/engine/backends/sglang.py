@@ -69,6 +69,7 @@ CPU_FLAGS = (
     *("--attention-backend", "torch_native", "--disable-overlap-schedule"),
     "--sleep-on-idle",  # else it spins without requests, too
 )
+CPU_ALIGNMENT = 32
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1"}
 
 
@@ -224,10 +225,17 @@ class SglangLora(LoraVersions, Sglang):
             raise ConfigError(f"rank = {rank!r} must be a positive integer, at least trainer.lora_rank")
 
     def _lora_flags(self, model: str, num_slots: int, rank: int, device: str) -> Sequence[str]:
-        slots, names = f"{num_slots}", load_config(Path(model)).linear_names
+        slots, config = f"{num_slots}", load_config(Path(model))
+        if (
+            device == "cpu" and config.intermediate_size % CPU_ALIGNMENT
+        ):  # it pads no adapters
+            raise ConfigError(
+                f"{model} has intermediate_size = {config.intermediate_size}: on a CPU, sglang-lora needs a "
+                f"multiple of {CPU_ALIGNMENT}; set engine.backend = sglang"
+            )
+        modules = dict.fromkeys(name.rpartition(".")[2] for name in config.linear_names)
         return (
-            *("--enable-lora", "--max-lora-rank", f"{rank}"),
-            *("--lora-target-modules", *dict.fromkeys(name.rpartition(".")[2] for name in names)),
+            *("--enable-lora", "--max-lora-rank", f"{rank}", "--lora-target-modules", *modules),
             *("--max-loras-per-batch", slots, "--max-loaded-loras", slots),
             *(("--lora-backend", "torch_native") if device == "cpu" else ()),
         )
