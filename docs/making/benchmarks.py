@@ -25,6 +25,7 @@ MADE_BY = {
     "migration_vllm": "migration",
     "policies_search": "policies",
     "sglang_fleet": "vllm_fleet",
+    "sglang_lora": "vllm_lora",
     "sglang_server": "vllm_server",
 }  # results of a script with another name
 
