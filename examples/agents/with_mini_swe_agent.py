@@ -7,12 +7,17 @@ from minisweagent.agents.default import DefaultAgent
 from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models.litellm_model import LitellmModel
 
+prompt, row = os.environ["DORA_PROMPT"], json.loads(os.environ["DORA_FIELDS"])
+base_url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+for name in [*os.environ]:  # commands of the model get the environment, and must not read the answer
+    if name.startswith(("ANTHROPIC_", "DORA_", "OPENAI_")):
+        del os.environ[name]
 model = LitellmModel(
     model_name="openai/policy",
-    model_kwargs={"api_base": os.environ["OPENAI_BASE_URL"], "api_key": os.environ["OPENAI_API_KEY"]},
+    model_kwargs={"api_base": base_url, "api_key": key},
     cost_tracking="ignore_errors",
 )
 templates = {"system_template": "You use a shell.", "instance_template": "{{task}}"}
 agent = DefaultAgent(model, LocalEnvironment(), step_limit=20, **templates)
-answer = agent.run(os.environ["DORA_PROMPT"])["submission"]
-print(float(answer.strip() == str(json.loads(os.environ["DORA_FIELDS"])["answer"])))
+answer = agent.run(prompt)["submission"]
+print(float(answer.strip() == str(row["answer"])))

@@ -38,6 +38,7 @@ class FakeSglangServer(FakeServer):
     plugins: report this of DORA-RL's plugins.
     info: report this of the server.
     adapter_digest: report this digest of an adapter.
+    ignored_aborts: ignore this many calls that abort a request.
     """
 
     def __init__(self, version_slots: int = 1, **faults: Any) -> None:
@@ -47,6 +48,7 @@ class FakeSglangServer(FakeServer):
         self.calls: list[tuple[str, dict[str, Any]]] = []  # path and body, in order
         self.is_aborted = threading.Event()
         self.unfinished: Counter[str] = Counter()  # streams of each label
+        self.lock = threading.Lock()  # of this
 
     def close(self) -> None:
         self.is_aborted.set()
@@ -80,7 +82,9 @@ class Handler(BaseHTTPRequestHandler):
             case "/generate":
                 self._stream(body.get("lora_path", self.server.label))
             case "/abort_request":
-                if body.get("rid"):
+                if body.get("rid") and self.server.faults.get("ignored_aborts"):
+                    self.server.faults["ignored_aborts"] -= 1
+                elif body.get("rid"):
                     self.server.is_aborted.set()
                 self._send_recorded("abort")
             case "/update_weights_from_disk":
@@ -125,9 +129,18 @@ class Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps({**response, "message": message}))
 
     def _stream(self, label: str) -> None:
+        with self.server.lock:
+            self.server.unfinished[label] += 1
+        try:
+            self._send_events(label)
+        finally:
+            with self.server.lock:
+                self.server.unfinished[label] -= 1
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _send_events(self, label: str) -> None:
         server = self.server
         name = server.faults.get("replays", "length")
-        server.unfinished[label] += 1
         self.send_response(200)
         self.end_headers()
         for number, event in enumerate(recorded_events(RECORDED, name)):
@@ -140,5 +153,3 @@ class Handler(BaseHTTPRequestHandler):
             text = json.dumps(event).replace(f'"{LABEL}"', f'"{label}"')
             self.wfile.write(f"data: {text}\n\n".encode())
             self.wfile.flush()
-        server.unfinished[label] -= 1
-        self.wfile.write(b"data: [DONE]\n\n")

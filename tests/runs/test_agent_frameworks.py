@@ -84,7 +84,7 @@ def test_a_framework_runs_the_episodes_of_a_model_that_does_not_know_its_tools(
         reward__max_failed_fraction=0.0,
     )
     run.wait_until((run.out / "service.json").exists, "its service")
-    program = f"{PYTHON} {EXAMPLES}/agents/with_{framework}.py; echo 0"
+    program = f"{PYTHON} {EXAMPLES}/agents/with_{framework}.py&& echo 0"
     agents = dora(
         "rollout", run.out, "--concurrency", "2", "--", *SETTINGS, "sh", "-c", program, timeout_s=TIMEOUT_S
     )

@@ -225,15 +225,8 @@ class SglangLora(LoraVersions, Sglang):
             raise ConfigError(f"rank = {rank!r} must be a positive integer, at least trainer.lora_rank")
 
     def _lora_flags(self, model: str, num_slots: int, rank: int, device: str) -> Sequence[str]:
-        slots, config = f"{num_slots}", load_config(Path(model))
-        if (
-            device == "cpu" and config.intermediate_size % CPU_ALIGNMENT
-        ):  # it pads no adapters
-            raise ConfigError(
-                f"{model} has intermediate_size = {config.intermediate_size}: on a CPU, sglang-lora needs a "
-                f"multiple of {CPU_ALIGNMENT}; set engine.backend = sglang"
-            )
-        modules = dict.fromkeys(name.rpartition(".")[2] for name in config.linear_names)
+        slots, names = f"{num_slots}", load_config(Path(model)).linear_names
+        modules = dict.fromkeys(name.rpartition(".")[2] for name in names)
         return (
             *("--enable-lora", "--max-lora-rank", f"{rank}", "--lora-target-modules", *modules),
             *("--max-loras-per-batch", slots, "--max-loaded-loras", slots),
@@ -244,6 +237,12 @@ class SglangLora(LoraVersions, Sglang):
         info, path = self.server.call("/server_info"), Path(model).resolve()
         if not info["enable_lora"] or Path(info["model_path"]).resolve() != path:
             raise EngineError(f"{self.server} must be started with --enable-lora and --model-path {path}")
+        aligned, size = CPU_ALIGNMENT * info["tp_size"], self._config.intermediate_size
+        if info["device"] == "cpu" and size % aligned:  # SGLang pads the weights of MLPs, but no adapters
+            raise ConfigError(
+                f"{model} has intermediate_size = {size}: on a CPU, adapters at {self.server} need a "
+                f"multiple of {aligned}; set engine.backend = sglang"
+            )
         for limit in ("max_loras_per_batch", "max_loaded_loras"):
             if (most := info[limit]) is not None and most < self.num_slots:
                 flag = f"--{limit.replace('_', '-')} {self.num_slots}"
@@ -255,7 +254,8 @@ class SglangLora(LoraVersions, Sglang):
         return digest
 
     def _unload_adapter(self, label: str) -> None:
-        self.server.call_raw("/unload_lora_adapter", {"lora_name": label})
+        # It waits for loads of other adapters.
+        self.server.call_raw("/unload_lora_adapter", {"lora_name": label}, LOAD_TIMEOUT_S)
 
     def _generate_call(self, running: ServerRequest) -> tuple[str, JsonBody]:
         path, body = super()._generate_call(running)
