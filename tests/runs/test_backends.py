@@ -112,6 +112,6 @@ def test_engines_of_two_kinds_serve_one_run_and_replace_each_other(
     run.audit("--deep", "8")
     events = journal(run.out)
     joined = {event["engine"]: event["max_num_seqs"] for event in events if event["kind"] == "engine_joined"}
-    assert joined == {0: 4, 1: 2}
-    assert {event["engine"] for event in events if event["kind"] == "request_finished"} == {0, 1}
+    assert {0: 4, 1: 2}.items() <= joined.items() <= {0: 4, 1: 2, 2: 2}.items(), "2 may join before the end"
+    assert {event["engine"] for event in events if event["kind"] == "request_finished"} >= {0, 1}
     assert [event["engine"] for event in events if event["kind"] == "engine_lost"] == [1]
