@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,11 @@ def test_requests_migrate_between_engines_as_on_gpus(
     run.audit("--deep", "8")
 
 
+def finishers(events: Sequence[Mapping[str, Any]]) -> set[int]:
+    """The engines that have finished requests."""
+    return {event["engine"] for event in events if event["kind"] == "request_finished"}
+
+
 def test_engines_of_two_kinds_serve_one_run_and_replace_each_other(
     tmp_path: Path, start_run: StartRun
 ) -> None:
@@ -105,13 +111,13 @@ def test_engines_of_two_kinds_serve_one_run_and_replace_each_other(
     fleet = f'[[fleet]]\nname = "others"\nbackend = "{LIMITED}"\nmax_num_seqs = 2\n'
     task.write_text(task.read_text() + fleet)
     held_out = tmp_path / "prompts.jsonl"
-    run = start_run(task, run__steps=8, engine__num_engines=1, eval__path=held_out, **FITTING)
-    run.wait_for_steps(2)
+    run = start_run(task, run__steps=40, engine__num_engines=1, eval__path=held_out, **FITTING)
+    run.wait_until(lambda: 1 in finishers(journal(run.out)), "engine 1 finished a request")
     run.workers()[1].kill()
     run.succeed()
     run.audit("--deep", "8")
     events = journal(run.out)
     joined = {event["engine"]: event["max_num_seqs"] for event in events if event["kind"] == "engine_joined"}
     assert {0: 4, 1: 2}.items() <= joined.items() <= {0: 4, 1: 2, 2: 2}.items(), "2 may join before the end"
-    assert {event["engine"] for event in events if event["kind"] == "request_finished"} >= {0, 1}
+    assert finishers(events) >= {0, 1}
     assert [event["engine"] for event in events if event["kind"] == "engine_lost"] == [1]
