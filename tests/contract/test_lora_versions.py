@@ -30,9 +30,12 @@ from dora.model.weights import WeightLayout, initial_weights, weight_digest
 from dora.testing import make_request
 
 Server = FakeVllmServer | FakeSglangServer
-LORA_INFO = {  # of an SGLang server
-    **{"enable_lora": True, "max_loaded_loras": None, "max_loras_per_batch": 2},
-    **{"device": "cpu", "tp_size": 1},
+LORA_INFO: dict[str, Any] = {  # of an SGLang server
+    "enable_lora": True,
+    "max_loaded_loras": None,
+    "max_loras_per_batch": 2,
+    "device": "cpu",
+    "tp_size": 1,
 }
 
 
