@@ -205,7 +205,8 @@ class Vllm(HttpEngine):
         self.num_slots, self._is_multi_version = version_slots, info["version_slots"] > 1
         if url is not None:
             self._reset_server()
-        self.kernels = f"vLLM {version} on {info['device']}"
+        turns = ", versions take turns" if version_slots > 1 and not info.get("mixes_versions") else ""
+        self.kernels = f"vLLM {version} on {info['device']}{turns}"
         if pool is not None and info.get("kv_layout"):
             address = host if python is not None and kv_connector == "nixl" else None
             self._kv = KVExchange(pool, tuple(info["kv_layout"]), len(infos), address)

@@ -3,17 +3,18 @@
     --worker-cls dora_vllm_versions.VersionsWorker --scheduler-cls dora_vllm_versions.VersionScheduler
     --additional-config '{"dora_version_slots": 2}'
 
-A worker has a model for each slot, and all of them use one KV cache. Each step runs on one model: the
-scheduler puts requests of one version into a step, and versions take turns. A request names its version by
-its `cache_salt`, so KV of one version never serves another. `dora_continue_with` lets running requests
-continue with a newer version on their KV. The worker reports which version has computed a
-step, the scheduler compares, and the response lists it (`weight_versions`).
+A worker has a model for each slot, and all of them use one KV cache. A step computes requests of all
+versions (`dora_vllm_mixed`). If the models have layers for which that is not known to be right, the scheduler
+puts requests of one version into a step, and versions take turns. A request names its version by its
+`cache_salt`, so KV of one version never serves another. `dora_continue_with` lets running requests continue
+with a newer version on their KV. The worker reports which version has computed each request of a step, the
+scheduler compares, and the response lists it (`weight_versions`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,12 @@ import dora_digest  # type: ignore[import-not-found]
 import torch
 from dora_version_turns import VersionTurns  # type: ignore[import-not-found]
 from dora_vllm import KEEP, WorkerExtension  # type: ignore[import-not-found]
+from dora_vllm_mixed import Batch, CannotMixError, MixedModel  # type: ignore[import-not-found]
 from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
+from vllm.forward_context import set_forward_context  # type: ignore[import-not-found]
+from vllm.logger import init_logger  # type: ignore[import-not-found]
 from vllm.model_executor.layers import rotary_embedding  # type: ignore[import-not-found]
+from vllm.model_executor.layers.attention import Attention  # type: ignore[import-not-found]
 from vllm.model_executor.model_loader import get_model  # type: ignore[import-not-found]
 from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not-found]
     finalize_layerwise_reload,
@@ -31,12 +36,16 @@ from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not
 )
 from vllm.platforms import current_platform  # type: ignore[import-not-found]
 from vllm.v1.core.sched.scheduler import Scheduler  # type: ignore[import-not-found]
+from vllm.v1.engine import EngineCoreOutputs  # type: ignore[import-not-found]
 from vllm.v1.engine.core import EngineCore  # type: ignore[import-not-found]
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker  # type: ignore[import-not-found]
 else:
     from vllm.v1.worker.gpu_worker import Worker  # type: ignore[import-not-found]
+
+MAX_DIFFERENCE = 0.05  # of hidden states in bfloat16; those of another row or version differ by about 1
+logger = init_logger(f"vllm.{__name__}")  # vLLM sets up only its own loggers
 
 
 @dataclass(eq=False)
@@ -72,7 +81,8 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
         tensors = Counter(id(t) for slot in self._slots for t in {*_tensors_of(slot.model)})
         if max(tensors.values()) > 1:
             raise RuntimeError("the models of several version slots share tensors: set version_slots = 1")
-        self._active = self._slots[0]
+        self._mixed: MixedModel | None = None  # None: a step computes one version
+        self._step: Any = None  # vLLM's `SchedulerOutput`
         self._loading: tuple[Slot, Any] | None = None  # and the `FileLoad`
         if not current_platform.is_cpu():
             self.model_runner.model_memory_usage *= num_slots  # vLLM sizes the KV cache by it
@@ -96,9 +106,68 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
                 first = vars(self._slots[0].layers[name])
                 missing = {key: value for key, value in first.items() if key not in vars(layer)}
                 vars(layer).update(missing | {key: first[key] for key in ("kv_cache",) if key in first})
+        try:
+            self._mixed = self._mix()
+        except Exception as error:
+            logger.warning("versions take turns: a step cannot compute several of them: %s", error)
+
+    def _mix(self) -> MixedModel:
+        """A model of all slots. Raises an error if a step of it differs from the steps of the models."""
+        self._check_settings()
+        models = [slot.model for slot in self._slots]
+        slots = [row % len(models) for row in range(2 * len(models))]
+        trial = MixedModel(models, lambda: [(f"{row}", slot, 1) for row, slot in enumerate(slots)])
+        positions = torch.arange(len(slots), device=self.device)
+        inputs = {"input_ids": positions % self.model_config.get_vocab_size(), "positions": positions}
+        attend, Attention.forward = Attention.forward, _depend_on_place
+        try:
+            _negate(models[1:])  # the initial weights of all slots are equal
+            with set_forward_context(None, self.vllm_config, num_tokens=len(slots)), torch.inference_mode():
+                each = [model(**inputs) for model in models]
+                expected = torch.stack([each[slot][row] for row, slot in enumerate(slots)])
+                by_row = (trial(**inputs) - expected).norm(dim=-1)
+                difference = (by_row.max() / expected.norm(dim=-1).max()).item()
+        finally:
+            _negate(models[1:])
+            Attention.forward = attend
+        if not difference < MAX_DIFFERENCE:
+            raise CannotMixError(f"hidden states differ by up to {difference:.2g} of their size")
+        return MixedModel(models, self._read_batch)
+
+    def _check_settings(self) -> None:
+        """Raises CannotMixError for settings with which a model is more than its layers and token ids."""
+        config, runner = self.vllm_config, self.model_runner
+        excluded = {
+            "model runner V2": self.use_v2_model_runner,
+            "a compiled model": not config.model_config.enforce_eager,
+            "quantization": config.quant_config is not None,
+            "a dtype of its own for KV": config.cache_config.cache_dtype != "auto",
+            "fast prefill with shared KV": config.cache_config.kv_sharing_fast_prefill,
+            "pipeline parallelism": config.parallel_config.pipeline_parallel_size > 1,
+            "adapters": config.lora_config is not None,
+            "inputs other than text": any(
+                getattr(runner, name, True)
+                for name in ("supports_mm_inputs", "enable_prompt_embeds", "uses_mrope")
+            ),
+        }
+        if found := [name for name, is_set in excluded.items() if is_set]:
+            raise CannotMixError(f"the server has {' and '.join(found)}")
+
+    def _read_batch(self) -> Batch:
+        """The batch of this step."""
+        step = self._step
+        return [
+            (
+                name,
+                self._slots.index(self._slot_of(step.dora_versions[name])),
+                step.num_scheduled_tokens[name],
+            )
+            for name in self.model_runner.input_batch.req_ids
+        ]
 
     def dora_info(self) -> dict[str, Any]:
-        return {**super().dora_info(), "version_slots": len(self._slots)}
+        mixes = self._mixed is not None
+        return {**super().dora_info(), "version_slots": len(self._slots), "mixes_versions": mixes}
 
     def dora_load_part(self, version: str, path: str, part: int, max_bytes: float) -> str:
         """Load a part of a version's file into a free slot, see `FileLoad`. Other slots work in between.
@@ -157,20 +226,44 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
 
     def execute_model(self, scheduler_output: Any) -> Any:
         if scheduler_output.total_num_scheduled_tokens:
-            self._active = self._slot_of(scheduler_output.dora_version)
-            self.model_runner.model = self._active.model
-            self.vllm_config.compilation_config.static_forward_context = self._active.layers
+            self._step = scheduler_output
+            slots = {*map(self._slot_of, {*scheduler_output.dora_versions.values()})}
+            first = min(slots, key=self._slots.index)  # whose modules without weights compute
+            self.model_runner.model = first.model if len(slots) == 1 else self._mixed
+            self.vllm_config.compilation_config.static_forward_context = first.layers
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
         if output is not None:
-            output.dora_version = self._active.version
+            output.dora_versions, output.dora_mixes = self._computed_versions(), self._mixed is not None
+            self.model_runner.model = self._slots[0].model  # `dora_info` and vLLM's methods read its weights
         return output
+
+    def _computed_versions(self) -> dict[str, str]:
+        """The version whose weights computed each request of this step."""
+        model, mixed = self.model_runner.model, self._mixed
+        if mixed is not None and model is mixed:
+            return {name: self._slots[slot].version for name, slot in mixed.computed.items()}
+        (version,) = (slot.version for slot in self._slots if slot.model is model)
+        return dict.fromkeys(self._step.dora_versions, version)
+
+
+def _depend_on_place(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """In place of attention, which needs KV: what a row gets depends on its place in the batch."""
+    place = torch.arange(len(query), dtype=query.dtype, device=query.device)[:, None]
+    return query + place * (key.mean(-1, keepdim=True) + value.mean(-1, keepdim=True))
+
+
+def _negate(models: Sequence[Any]) -> None:
+    with torch.no_grad():
+        for model in models:
+            for parameter in model.parameters():
+                parameter.neg_()
 
 
 class VersionScheduler(Scheduler):  # type: ignore[misc]
-    """vLLM's scheduler with one version in each step."""
+    """vLLM's scheduler, for requests of several versions."""
 
     running: list[Any]
     max_num_active_reqs: int
@@ -181,7 +274,8 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         self.decode_only: frozenset[str] = frozenset()  # ids of requests, as their client names them
         self.newest_version = ""  # of all requests that do not keep theirs; "": each keeps its version
         self._may_prioritize = True  # False once none of those could run, until a step runs
-        self.computed_version = ""  # version that computed the last step
+        self._mixes = False  # whether the worker computes several versions in one step
+        self.computed_versions: dict[str, str] = {}  # by request, in the last step
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         unfinished = [*self.running, *self.kv_holding_waiting, *self.waiting]
@@ -189,19 +283,24 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
             for request in unfinished:
                 if not request.cache_salt.endswith((KEEP, self.newest_version)):
                     self._continue(request)
-        chosen, prioritized = unfinished, [request for request in unfinished if self._is_prioritized(request)]
-        if prioritized and self._may_prioritize:
+        prioritized = [request for request in unfinished if self._is_prioritized(request)]
+        chosen, only_prioritized = unfinished, bool(prioritized) and self._may_prioritize
+        if only_prioritized:
             chosen = prioritized + [request for request in unfinished if _is_halting(request)]
-        version = self._turns.next(Counter(map(_version_of, chosen)))
-        in_step = {request.request_id for request in chosen if _version_of(request) == version}
+        if not self._mixes or any(each.sampling_params.prompt_logprobs is not None for each in chosen):
+            version = self._turns.next(Counter(map(_version_of, chosen)))
+            chosen = [request for request in chosen if _version_of(request) == version]
+        in_step = {request.request_id for request in chosen}
         with self._set_aside(lambda request: request.request_id not in in_step):
             output = super().schedule(throttle_prefills)
-        output.dora_version = version
+        output.dora_versions = {
+            name: _version_of(self.requests[name]) for name in output.num_scheduled_tokens
+        }
         if not output.total_num_scheduled_tokens:
             self._turns.end()
         # If the others have all rows or all KV blocks, let them run for a step.
         self._may_prioritize = output.total_num_scheduled_tokens > 0 or (
-            self._may_prioritize and chosen is unfinished
+            self._may_prioritize and not only_prioritized
         )
         return output
 
@@ -241,11 +340,12 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Raises RuntimeError, which ends the server, if other weights computed the step."""
-        self.computed_version = getattr(model_runner_output, "dora_version", "")
+        self.computed_versions = getattr(model_runner_output, "dora_versions", {})
         if scheduler_output.total_num_scheduled_tokens:
-            scheduled = scheduler_output.dora_version
-            if self.computed_version != scheduled:
-                raise RuntimeError(f"a step of {scheduled} was computed by {self.computed_version!r}")
+            scheduled = scheduler_output.dora_versions
+            if self.computed_versions != scheduled:
+                raise RuntimeError(f"a step of {scheduled} was computed by {self.computed_versions}")
+            self._mixes = model_runner_output.dora_mixes
         return super().update_from_output(scheduler_output, model_runner_output)
 
 
@@ -265,9 +365,17 @@ def _is_halting(request: Any) -> bool:
 
 
 def _attach_weight_version(self: Any, outputs: dict[int, Any]) -> None:
-    """In place of vLLM's method, which knows one version of all requests."""
-    for each in outputs.values():
-        each.weight_version = self.scheduler.computed_version
+    """In place of vLLM's method, which knows one version of all requests. A message has those of one."""
+    versions = self.scheduler.computed_versions
+    for client, message in outputs.items():
+        by_version: dict[str, list[Any]] = {}
+        for output in message.outputs:
+            by_version.setdefault(versions.get(output.request_id, ""), []).append(output)
+        for version, own in [*by_version.items()][1:]:
+            other = EngineCoreOutputs(outputs=own, weight_version=version)
+            self.output_queue.put_nowait((client, other))
+        if by_version:
+            message.weight_version, message.outputs = next(iter(by_version.items()))
 
 
 def _dora_decode_only(self: Any, request_ids: list[str]) -> None:
