@@ -20,14 +20,20 @@ WIDTH, VOCABULARY = 8, 20
 
 
 class Linear(nn.Module):
-    """As vLLM's, it returns a bias that the caller may add."""
+    """As vLLM's, it returns a bias that the caller may add. `pack`: as on a CPU, without its weight."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.cpu_linear: Any = lambda x: x @ self.weight.T
+
+    def pack(self) -> None:
+        packed = self.weight.detach().clone()
+        self.cpu_linear = lambda x: x @ packed.T
+        self.weight = nn.Parameter(torch.empty(0))
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return x @ self.weight.T, None
+        return self.cpu_linear(x), None
 
 
 class RMSNorm(nn.Module):
@@ -294,12 +300,23 @@ class MixesRows(nn.Module):
         (MixesRows, "hidden states differ by up to"),
     ],
 )
+@pytest.mark.parametrize("is_packed", [False, True])
 def test_models_that_cannot_be_mixed_are_recognized(
-    attention: type[nn.Module], message: str, versions: Any
+    is_packed: bool, attention: type[nn.Module], message: str, versions: Any
 ) -> None:
-    worker = worker_with(versions, equal_models(2, attention=attention))
+    """Afterwards they compute what they have computed before."""
+    models = equal_models(2, attention=attention)
+    layers = [layer for model in models for layer in model.modules() if isinstance(layer, Linear)]
+    for layer in layers:
+        if is_packed and attention is not ReadsWeight:
+            layer.pack()
+    ids, positions = torch.arange(4), torch.arange(4)
+    before = [model(ids, positions) for model in models] if attention is HidesLayers else []
+    worker = worker_with(versions, models)
     with pytest.raises((versions.CannotMixError, AttributeError), match=message):
         worker._mix()
+    for model, expected in zip(models, before, strict=False):
+        assert torch.equal(model(ids, positions), expected)
 
 
 @pytest.mark.parametrize(

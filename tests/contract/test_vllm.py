@@ -792,7 +792,7 @@ def test_the_server_reads_each_parameter_of_a_versions_file(
             dtype = str(flat.dtype).removeprefix("torch.")
             write_version(path, 0, flat, dtype, layout.shapes)
             extension = WorkerExtension()
-            extension.model_runner = FakeRunner()
+            extension.model_runner, extension.device = FakeRunner(), torch.device("cpu")
             digest = extension.dora_load_weights("a label", str(path))
             assert digest == weight_digest(flat)
             assert extension.model_runner.packed == ["head", "experts"]

@@ -33,13 +33,13 @@ class WorkerExtension:
     """A mix-in of vLLM's worker. POST /collective_rpc calls its methods."""
 
     model_runner: Any
+    device: Any
 
     def dora_info(self) -> dict[str, Any]:
         """Device, dtype and version slots of the server, and the layout of its KV; empty: it cannot leave."""
-        parameter = next(self.model_runner.get_model().parameters())
         connector = _kv_connector()
         return {
-            "device": parameter.device.type,
+            "device": self.device.type,
             "dtype": str(self.model_runner.dtype).removeprefix("torch."),
             "kv_layout": [] if connector is None else connector.layout,
             "version_slots": 1,

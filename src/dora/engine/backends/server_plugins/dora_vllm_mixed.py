@@ -123,7 +123,9 @@ class MixedModel(torch.nn.Module):
         self.computed: dict[str, int] = {}  # slot whose weights computed a request in the last step
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, **others: Any) -> torch.Tensor:
-        self._batch, rows = self._read_batch(), self._rows
+        if any(value is not None for value in others.values()):
+            raise CannotMixError(f"the model gets {', '.join(others)}, which have an order, too")
+        self._batch, rows, self.computed = self._read_batch(), self._rows, {}
         rows.set(self._batch, len(input_ids), input_ids.device)
         if rows.order is not None:
             input_ids, positions = input_ids[rows.order], positions[rows.order]
@@ -133,6 +135,8 @@ class MixedModel(torch.nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Of a row of each request. None on a worker that does not sample, as from vLLM's models."""
+        if len(hidden) != len(self._batch):
+            raise CannotMixError(f"{len(hidden)} rows of logits for {len(self._batch)} requests")
         indices = {
             slot: [k for k, each in enumerate(self._batch) if each[1] == slot] for slot in self._rows.slots
         }
@@ -140,7 +144,6 @@ class MixedModel(torch.nn.Module):
         if parts[0] is None:
             return None
         logits: torch.Tensor = parts[0].new_empty(len(hidden), parts[0].shape[1])
-        self.computed = {}
         for (slot, own), part in zip(indices.items(), parts, strict=True):
             logits[own] = part
             self.computed |= {self._batch[k][0]: slot for k in own}
@@ -172,4 +175,5 @@ def _merge(twins: Sequence[Any], slot: int, rows: Rows) -> Any:
 
 
 def _has_weights(module: Any) -> bool:
-    return any(True for _ in module.parameters(recurse=False))
+    """Whether a checkpoint may have tensors of the module itself."""
+    return bool({*module._parameters, *module._buffers} - module._non_persistent_buffers_set)

@@ -4,11 +4,11 @@
     --additional-config '{"dora_version_slots": 2}'
 
 A worker has a model for each slot, and all of them use one KV cache. A step computes requests of all
-versions (`dora_vllm_mixed`). If the models have layers for which that is not known to be right, the scheduler
-puts requests of one version into a step, and versions take turns. A request names its version by its
-`cache_salt`, so KV of one version never serves another. `dora_continue_with` lets running requests continue
-with a newer version on their KV. The worker reports which version has computed each request of a step, the
-scheduler compares, and the response lists it (`weight_versions`).
+versions (`dora_vllm_mixed`). If that is not known to be right for the models or the settings of the server,
+the scheduler puts requests of one version into a step, and versions take turns. A request names its version
+by its `cache_salt`, so KV of one version never serves another. `dora_continue_with` lets running requests
+continue with a newer version on their KV. The worker reports which version has computed each request of a
+step, the scheduler compares, and the response lists it (`weight_versions`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import dora_digest  # type: ignore[import-not-found]
@@ -44,7 +45,6 @@ if current_platform.is_cpu():
 else:
     from vllm.v1.worker.gpu_worker import Worker  # type: ignore[import-not-found]
 
-MAX_DIFFERENCE = 0.05  # of hidden states in bfloat16; those of another row or version differ by about 1
 logger = init_logger(f"vllm.{__name__}")  # vLLM sets up only its own loggers
 
 
@@ -112,7 +112,10 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
             logger.warning("versions take turns: a step cannot compute several of them: %s", error)
 
     def _mix(self) -> MixedModel:
-        """A model of all slots. Raises an error if a step of it differs from the steps of the models."""
+        """A model of all slots. Raises an error if its hidden states differ from those of the models.
+
+        In this trial a stand-in replaces attention, and the weights of the slots differ.
+        """
         self._check_settings()
         models = [slot.model for slot in self._slots]
         slots = [row % len(models) for row in range(2 * len(models))]
@@ -121,21 +124,23 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
         inputs = {"input_ids": positions % self.model_config.get_vocab_size(), "positions": positions}
         attend, Attention.forward = Attention.forward, _depend_on_place
         try:
-            _negate(models[1:])  # the initial weights of all slots are equal
-            with set_forward_context(None, self.vllm_config, num_tokens=len(slots)), torch.inference_mode():
+            with (
+                _other_weights(models[1:]),  # the initial weights of all slots are equal
+                set_forward_context(None, self.vllm_config, num_tokens=len(slots)),
+                torch.inference_mode(),
+            ):
                 each = [model(**inputs) for model in models]
                 expected = torch.stack([each[slot][row] for row, slot in enumerate(slots)])
                 by_row = (trial(**inputs) - expected).norm(dim=-1)
                 difference = (by_row.max() / expected.norm(dim=-1).max()).item()
         finally:
-            _negate(models[1:])
             Attention.forward = attend
-        if not difference < MAX_DIFFERENCE:
+        if not difference < (1e-3 if expected.dtype == torch.float32 else 0.05):
             raise CannotMixError(f"hidden states differ by up to {difference:.2g} of their size")
         return MixedModel(models, self._read_batch)
 
     def _check_settings(self) -> None:
-        """Raises CannotMixError for settings with which a model is more than its layers and token ids."""
+        """Raises CannotMixError if steps with several versions are not known to be right with them."""
         config, runner = self.vllm_config, self.model_runner
         excluded = {
             "model runner V2": self.use_v2_model_runner,
@@ -237,7 +242,9 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
         output = super().sample_tokens(grammar_output)
         if output is not None:
             output.dora_versions, output.dora_mixes = self._computed_versions(), self._mixed is not None
-            self.model_runner.model = self._slots[0].model  # `dora_info` and vLLM's methods read its weights
+            self.model_runner.model = self._slots[
+                0
+            ].model  # between steps, vLLM's methods expect a model of its own
         return output
 
     def _computed_versions(self) -> dict[str, str]:
@@ -255,11 +262,38 @@ def _depend_on_place(self: Any, query: torch.Tensor, key: torch.Tensor, value: t
     return query + place * (key.mean(-1, keepdim=True) + value.mean(-1, keepdim=True))
 
 
-def _negate(models: Sequence[Any]) -> None:
-    with torch.no_grad():
+@contextmanager
+def _other_weights(models: Sequence[Any]) -> Iterator[None]:
+    """Meanwhile, each model has weights with other signs. Those that a CPU has packed all change theirs."""
+    packed = [(layer, layer.cpu_linear) for model in models for layer in model.modules() if _is_packed(layer)]
+    for layer, multiply in packed:
+        layer.cpu_linear = partial(_negated, multiply)
+    for model in models:
+        _change_signs(model)
+    try:
+        yield
+    finally:
         for model in models:
-            for parameter in model.parameters():
-                parameter.neg_()
+            _change_signs(model)
+        for layer, multiply in packed:
+            layer.cpu_linear = multiply
+
+
+def _is_packed(layer: Any) -> bool:
+    return hasattr(layer, "cpu_linear") and not layer.weight.numel()
+
+
+def _negated(multiply: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    return -multiply(*args)
+
+
+@torch.no_grad()
+def _change_signs(model: Any) -> None:
+    """Change the signs of the same half of all rows in each call, so a second call restores the weights."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        signs = 2 * torch.randint(2, parameter.shape[:1], generator=generator) - 1
+        parameter.mul_(signs.to(parameter).view(-1, *[1] * (parameter.dim() - 1)))
 
 
 class VersionScheduler(Scheduler):  # type: ignore[misc]
@@ -287,6 +321,7 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         chosen, only_prioritized = unfinished, bool(prioritized) and self._may_prioritize
         if only_prioritized:
             chosen = prioritized + [request for request in unfinished if _is_halting(request)]
+        # vLLM computes log-probs of a prompt with one call of a model.
         if not self._mixes or any(each.sampling_params.prompt_logprobs is not None for each in chosen):
             version = self._turns.next(Counter(map(_version_of, chosen)))
             chosen = [request for request in chosen if _version_of(request) == version]
