@@ -30,9 +30,8 @@ ROW_WISE = (
     *(VocabParallelEmbedding, ParallelLMHead),
     *(layernorm.RMSNorm, layernorm.GemmaRMSNorm, layernorm.LayerNorm, torch.nn.LayerNorm),
 )
-Batch = Sequence[
-    tuple[str, int, int]
-]  # of each request in the order of the batch: name, slot, number of rows
+# Of each request, in the order of the batch: name, slot, number of rows.
+Batch = Sequence[tuple[str, int, int]]
 
 
 class CannotMixError(Exception):

@@ -160,13 +160,9 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
 
     def _read_batch(self) -> Batch:
         """The batch of this step."""
-        step = self._step
+        versions, sizes = self._step.dora_versions, self._step.num_scheduled_tokens
         return [
-            (
-                name,
-                self._slots.index(self._slot_of(step.dora_versions[name])),
-                step.num_scheduled_tokens[name],
-            )
+            (name, self._slots.index(self._slot_of(versions[name])), sizes[name])
             for name in self.model_runner.input_batch.req_ids
         ]
 
@@ -242,9 +238,7 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
         output = super().sample_tokens(grammar_output)
         if output is not None:
             output.dora_versions, output.dora_mixes = self._computed_versions(), self._mixed is not None
-            self.model_runner.model = self._slots[
-                0
-            ].model  # between steps, vLLM's methods expect a model of its own
+            self.model_runner.model = self._slots[0].model  # between steps, vLLM expects a model of its own
         return output
 
     def _computed_versions(self) -> dict[str, str]:
@@ -264,7 +258,7 @@ def _depend_on_place(self: Any, query: torch.Tensor, key: torch.Tensor, value: t
 
 @contextmanager
 def _other_weights(models: Sequence[Any]) -> Iterator[None]:
-    """Meanwhile, each model has weights with other signs. Those that a CPU has packed all change theirs."""
+    """Meanwhile, some weights of each model have the other sign, and all of those that a CPU has packed."""
     packed = [(layer, layer.cpu_linear) for model in models for layer in model.modules() if _is_packed(layer)]
     for layer, multiply in packed:
         layer.cpu_linear = partial(_negated, multiply)
@@ -289,7 +283,7 @@ def _negated(multiply: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def _change_signs(model: Any) -> None:
-    """Change the signs of the same half of all rows in each call, so a second call restores the weights."""
+    """Change the signs of some rows of each weight, always of the same. A second call restores all."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         signs = 2 * torch.randint(2, parameter.shape[:1], generator=generator) - 1
