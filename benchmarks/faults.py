@@ -308,12 +308,12 @@ def main() -> None:
         "--vllm-python", metavar="PYTHON", help="its vLLM generates; only with local workers"
     )
     servers.add_argument("--sglang-python", metavar="PYTHON", help="the same with SGLang")
-    parser.add_argument("--kv-connector", choices=("files", "nixl"), help="of vLLM servers")
+    parser.add_argument("--kv-connector", choices=("files", "nixl"), help="of the servers")
     given = parser.parse_args()
     options = options_of(given)
-    if given.kv_connector and not given.vllm_python:
-        parser.error("--kv-connector needs --vllm-python")
     python = given.vllm_python or given.sglang_python
+    if given.kv_connector and not python:
+        parser.error("--kv-connector needs --vllm-python or --sglang-python")
     scale = SCALES["servers" if python else given.runtime, options.quick]
     with ExitStack() as stack:
         kinds, overrides = KINDS, [*OWN_ENGINE]

@@ -7,7 +7,7 @@ changes its version. Stop time is measured while both engines decode, from the s
 destination's first one, in decode steps.
 
 With --vllm-python or --sglang-python, requests of 128 to 4,096 tokens migrate between two servers instead:
-with their KV, in files and, between vLLM servers whose interpreter has it, over NIXL, and without. Stop time
+with their KV, in files and, if the interpreter has it, over NIXL, and without. Stop time
 is then from the source's halt to the first token from the destination.
 
     python benchmarks/migration.py [--vllm-python PYTHON | --sglang-python PYTHON] [--quick] [--json FILE]
@@ -305,7 +305,7 @@ def measure_stop(case: Case, pair: EnginePair) -> Row:
 
 
 SERVER_TOKENS = (128, 256, 512, 1024, 2048, 4096)  # of prompt and answer when a request migrates
-NIXL_TOKENS = (128, 512, 2048)  # fewer: NIXL's threads need a core of each server
+NIXL_TOKENS = (128, 512, 2048)  # fewer: under vLLM, NIXL's threads need a core of each server
 NUM_BEFORE, NUM_AFTER = 32, 96  # tokens of the answer before and after the migration
 
 
@@ -334,12 +334,9 @@ class ServerPair:
             pool = self._folder / f"pool-{number}"
             sizes = {"max_rows": 2, "max_context": SERVER_TOKENS[-1] + NUM_AFTER, "version_slots": 1}
             where = {"device": "cpu", "dtype": "float32", "python": python, "pool": pool}
-            model = str(self._folder / "model")
-            if backend == "vllm":
-                connector = kv_connector if number < 2 else "files"
-                engines.append(Vllm(model=model, kv_connector=connector, **sizes, **where))
-            else:
-                engines.append(Sglang(model=model, **sizes, **where))
+            where |= {"kv_connector": kv_connector if number < 2 else "files"}
+            kind = Vllm if backend == "vllm" else Sglang
+            engines.append(kind(model=str(self._folder / "model"), **sizes, **where))
             engines[-1].load(0, weights)
         *self.engines, self.reference = engines
 
@@ -423,10 +420,9 @@ def measure_server(pair: ServerPair, num_tokens: int, num_repeats: int) -> Row:
 
 def run_servers(options: Options, backend: str, python: str) -> None:
     config = replace(THIRTY_MILLION, max_position_embeddings=SERVER_TOKENS[-1] + NUM_AFTER)
-    has_nixl = backend == "vllm" and _has_nixl(python)
     rows: list[Row] = []
     ratios: dict[str, float] = {}
-    for kv_connector in ("files", "nixl") if has_nixl else ("files",):
+    for kv_connector in ("files", "nixl") if _has_nixl(python) else ("files",):
         pair = ServerPair(config, backend, python, kv_connector)
         try:
             measure_server(pair, SERVER_TOKENS[0], 1)  # the first calls of a server are slow

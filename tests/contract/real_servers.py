@@ -379,18 +379,23 @@ def test_servers_of_two_workers_move_kv(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(Engine is Sglang, reason="SGLang's KV moves in files only")
-@pytest.mark.parametrize("version_slots", [1, 2])
-def test_servers_read_each_others_kv_over_nixl(tmp_path: Path, version_slots: int) -> None:
+@pytest.mark.parametrize(("version_slots", "num_workers"), [(1, 1), (2, 1), (1, 2)])
+def test_servers_read_each_others_kv_over_nixl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version_slots: int, num_workers: int
+) -> None:
     """The destination computes one token. It prefills if the lease is over, or the source's server is killed.
 
     A request whose migration is cancelled stays, with the blocks that its server has cached.
     """
     if subprocess.run([PYTHON, "-c", "import nixl"], capture_output=True).returncode:
-        pytest.skip("the environment of vLLM has no nixl")
-    source, destination = (
-        make_long_server(tmp_path, number, version_slots, kv_connector="nixl") for number in range(2)
-    )
+        pytest.skip("the environment of the server has no nixl")
+    options: dict[str, Any] = {"kv_connector": "nixl"}
+    if num_workers > 1:
+        monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+        options["arguments"] = ("--tensor-parallel-size", f"{num_workers}")
+    source, destination = [
+        make_long_server(tmp_path, number, version_slots, **options) for number in range(2)
+    ]
     driver, answers = MigrationDriver(tmp_path), list[Completion]()
     try:
         for engine in (source, destination):

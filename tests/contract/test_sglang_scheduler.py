@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -13,13 +14,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Barrier
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.contract import fake_nixl
 from tests.contract.plugins import imported_plugin
+from tests.runtime.running import wait_until
 from torch import Tensor
 
 from dora.engine.backends.server_plugins import dora_kv_files as kv_files
@@ -330,7 +333,7 @@ class Scheduler:
         tokens = [*req.origin_input_ids, *req.output_ids][:-1]
         slots = self.token_to_kv_pool_allocator.alloc(len(tokens))
         assert slots is not None
-        for layer in self._layers:  # type: ignore[attr-defined]
+        for layer in self._kv.layers:  # type: ignore[attr-defined]
             layer[slots] = torch.tensor(tokens, dtype=torch.float32)[:, None, None]
         key = RadixKey(tokens, req.extra_key)
         self.tree_cache.insert(SimpleNamespace(key=key, value=slots, prev_prefix_len=0))
@@ -862,9 +865,38 @@ def start(scheduler: Any, folder: Path, **options: Any) -> Req:
 def kv_of(scheduler: Any, tokens: list[int], label: str = "a") -> list[float]:
     """The KV in the prefix cache of a sequence, a number for each token."""
     match = scheduler.tree_cache.match_prefix(params(key=RadixKey(tokens, label)))
-    rows = [layer[match.last_device_node].flatten(1).tolist() for layer in scheduler._layers]
+    rows = [layer[match.last_device_node].flatten(1).tolist() for layer in scheduler._kv.layers]
     assert rows[0] == rows[1]
     return [number for number, _ in rows[0]]
+
+
+@pytest.fixture
+def nixl(module: Any, monkeypatch: pytest.MonkeyPatch) -> type[fake_nixl.Agent]:
+    """KV moves over a stand-in for NIXL."""
+    monkeypatch.setenv(module.KV_CONNECTOR_VARIABLE, "nixl")
+    stand_in = ModuleType(fake_nixl.MODULE)
+    vars(stand_in).update(fake_nixl.MEMBERS)
+    monkeypatch.setitem(sys.modules, fake_nixl.MODULE, stand_in)
+    monkeypatch.setattr(fake_nixl.Agent, "registered", {})
+    return fake_nixl.Agent
+
+
+def test_each_worker_reads_its_part_over_nixl(
+    make: Make, tmp_path: Path, nixl: type[fake_nixl.Agent]
+) -> None:
+    """The servers say that their KV moves by tickets. What was read is freed."""
+    folder, source, destination = tmp_path / "r", of_two_workers(make, "a"), of_two_workers(make, "a", "b")
+    assert {worker._layout[0] for worker in source} == {kv_files.BY_TICKET}
+    in_both(partial(start, folder=folder), source)
+    kv_files.order_export(folder)
+    in_both(lambda worker: worker.step(), source)
+    assert [file.name for file in folder.iterdir()] == [kv_files.TICKET_FILE]
+    assert (kv_files.read_ticket(folder).num_tokens, len(nixl.registered)) == (5, 2)
+    tokens = [1, 2, 3, 4, 5, 6]
+    in_both(lambda worker: add(worker, Req("r2", "a", tokens, {"dora_import": str(folder)})), destination)
+    for worker in destination:
+        assert kv_of(worker, tokens) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    wait_until(lambda: not nixl.registered)
 
 
 def test_a_request_moves_with_its_kv(make: Make, tmp_path: Path) -> None:

@@ -135,8 +135,11 @@ def test_servers_over_nixl_have_ports_of_their_own_and_stay_on_loopback(
         ("url = 'http://here:8000', kv_connector = 'nixl'", "start the server with that connector"),
     ],
 )
-def test_a_kv_connector_that_cannot_be_used_is_rejected(task: Path, options: str, error: str) -> None:
-    given = {**FITTING, "engine.backend": "vllm", "engine.options": f"{{{options}}}"}
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_a_kv_connector_that_cannot_be_used_is_rejected(
+    task: Path, backend: str, options: str, error: str
+) -> None:
+    given = {**FITTING, "engine.backend": backend, "engine.options": f"{{{options}}}"}
     with pytest.raises(ConfigError, match=error):
         backends.check_backends(load.read_config(task, [f"{key}={value}" for key, value in given.items()]))
 

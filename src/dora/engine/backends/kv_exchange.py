@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from dora.engine.backends.server_plugins import dora_kv_files as kv_files
 from dora.engine.kv_transfer.handoff import ExportedKV, TransferError
+from dora.errors import ConfigError
 
+KV_CONNECTORS = ("files", "nixl")  # values of the option `kv_connector`
 LEASE_S = 60.0  # KV that no server has imported by then is removed, and its request prefilled
 
 
@@ -91,3 +94,22 @@ class KVExchange:
 
     def remove(self, folder: Path) -> None:
         kv_files.remove(folder)
+
+
+def check_kv_connector(connector: object, python: object) -> None:
+    """Raises ConfigError unless servers can be started with this connector."""
+    if connector not in KV_CONNECTORS:
+        raise ConfigError(f"kv_connector = {connector!r}: must be one of {', '.join(KV_CONNECTORS)}")
+    if connector != "files" and python is None:
+        raise ConfigError(
+            f"kv_connector = {connector!r}: with url, start the server with that connector, and remove "
+            "kv_connector"
+        )
+
+
+def nixl_environment(host: str | None, device: str) -> dict[str, str]:
+    """Variables of a server whose memory others read over NIXL: without `host`, of this machine only."""
+    ucx = {} if host is not None else {"UCX_NET_DEVICES": "lo"}
+    if device == "cpu":
+        ucx["UCX_TLS"] = "tcp,self"  # through shared memory a read from an exited process may not end
+    return {key: value for key, value in ucx.items() if key not in os.environ}

@@ -27,7 +27,7 @@ from dora.engine.backends.http_engine import (
     StreamDelta,
     stream_interval,
 )
-from dora.engine.backends.kv_exchange import KVExchange
+from dora.engine.backends.kv_exchange import KVExchange, check_kv_connector, nixl_environment
 from dora.engine.backends.lora_versions import LoraVersions, lora_capabilities
 from dora.engine.backends.server import (
     JsonBody,
@@ -43,6 +43,7 @@ from dora.engine.backends.server_plugins.dora_sglang import (
     DECODE_ONLY,
     DIGEST_PREFIX,
     KEEP,
+    KV_CONNECTOR_VARIABLE,
     LOADED_KEY,
     PART_KEY,
     PROTOCOL,
@@ -81,6 +82,7 @@ class Sglang(HttpEngine):
     @classmethod
     def check_options(cls, *, python: object = None, **others: object) -> None:
         """As `HttpEngine.check_options`. Raises ConfigError for an untested version of SGLang."""
+        check_kv_connector(others.pop("kv_connector", "files"), python)
         super().check_options(python=python, **others)
         if isinstance(python, str) and (version := installed_version(python, "sglang")) is not None:
             _check_version(version, f"python = {python}")
@@ -99,13 +101,17 @@ class Sglang(HttpEngine):
         arguments: Sequence[str] = (),
         silence_s: float = 60.0,
         num_gpus: int = 1,
+        kv_connector: str = "files",
+        host: str | None = None,
         pool: Path | None = None,
         inflight_update: str | None = None,
     ) -> None:
         """Start a server with the interpreter `python` and additional `arguments`, or use the one at `url`.
 
         A started server divides the model among `num_gpus` GPUs, of which `device` is the first. Requests
-        migrate with their KV through the folder `pool`, in memory; None: without.
+        migrate with their KV through the folder `pool`, in memory; None: without. A started server reads the
+        KV of others from files there or, with kv_connector = "nixl", from their memory; those of other
+        machines reach it at `host`, if that is given.
 
         The engine is lost if the server sends nothing for `silence_s` while it has requests.
         """
@@ -122,7 +128,9 @@ class Sglang(HttpEngine):
             )
             flags = (*own, *sizes, *tokens, *FLAGS, *arguments)
             environment = {key: value for key, value in ENVIRONMENT.items() if key not in os.environ}
-            environment[SLOTS_VARIABLE] = f"{version_slots}"
+            environment |= {SLOTS_VARIABLE: f"{version_slots}", KV_CONNECTOR_VARIABLE: kv_connector}
+            if kv_connector == "nixl":
+                environment |= nixl_environment(host, device)
             server = start_server(SGLANG, python, flags, environment)
         else:
             assert url is not None
@@ -148,7 +156,8 @@ class Sglang(HttpEngine):
             self._set_state(CONTINUE_WITH)
             self._set_state(DECODE_ONLY)
         if pool is not None and state["kv_layout"]:
-            self._kv = KVExchange(pool, tuple(state["kv_layout"]), state["kv_workers"])
+            address = host if python is not None and kv_connector == "nixl" else None
+            self._kv = KVExchange(pool, tuple(state["kv_layout"]), state["kv_workers"], address)
         self.kernels = f"SGLang {info['version']} on {info['device']}"
 
     def _start_load(self, version: int, send: Callable[[str], str]) -> Future[str]:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from dora.engine.backends.http_engine import HttpEngine, ServerRequest, StreamDelta, stream_interval
-from dora.engine.backends.kv_exchange import KVExchange
+from dora.engine.backends.kv_exchange import KVExchange, check_kv_connector, nixl_environment
 from dora.engine.backends.lora_versions import BASE_LABEL, LoraVersions, lora_capabilities
 from dora.engine.backends.server import (
     EngineServer,
@@ -71,7 +71,7 @@ FLAGS = (
     *("--skip-tokenizer-init", "--load-format", "safetensors"),
     *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
 )
-KV_CONNECTORS = {  # by the option `kv_connector`: class and module
+CONNECTOR_CLASSES = {  # by the option `kv_connector`: class and module
     "files": ("KVFileConnector", "dora_vllm_kv"),
     "nixl": ("KVNixlConnector", "dora_vllm_nixl"),
 }
@@ -112,14 +112,7 @@ class Vllm(HttpEngine):
         transfer = others.pop("weight_transfer", "reload")
         if transfer not in WEIGHT_TRANSFERS:
             raise ConfigError(f"weight_transfer = {transfer!r}: must be one of {', '.join(WEIGHT_TRANSFERS)}")
-        connector = others.pop("kv_connector", "files")
-        if connector not in KV_CONNECTORS:
-            raise ConfigError(f"kv_connector = {connector!r}: must be one of {', '.join(KV_CONNECTORS)}")
-        if connector != "files" and python is None:
-            raise ConfigError(
-                f"kv_connector = {connector!r}: with url, start the server with that connector, and remove "
-                "kv_connector"
-            )
+        check_kv_connector(others.pop("kv_connector", "files"), python)
         min_step_s = others.pop("min_step_s", 0.0)
         if not isinstance(min_step_s, int | float) or min_step_s < 0:
             raise ConfigError(f"min_step_s = {min_step_s!r}: must be seconds, 0 or more")
@@ -455,7 +448,7 @@ def _kv_options(
     """Flags and environment of a server whose requests migrate with their KV; none without a pool."""
     if pool is None:
         return (), {}
-    (name, module), is_nixl = KV_CONNECTORS[kv_connector], kv_connector == "nixl"
+    (name, module), is_nixl = CONNECTOR_CLASSES[kv_connector], kv_connector == "nixl"
     config = {
         "kv_connector": name,
         "kv_connector_module_path": module,
@@ -464,21 +457,18 @@ def _kv_options(
         **({"kv_connector_extra_config": {"kv_lease_duration": NIXL_LEASE_S}} if is_nixl else {}),
     }
     flags = ("--kv-transfer-config", json.dumps(config), "--disable-hybrid-kv-cache-manager")
-    return flags, _nixl_environment(host, device) if is_nixl else {}
+    return flags, _side_channel_environment(host, device) if is_nixl else {}
 
 
-def _nixl_environment(host: str | None, device: str) -> dict[str, str]:
+def _side_channel_environment(host: str | None, device: str) -> dict[str, str]:
     """Where other servers reach this one, at a free port; without `host`, by the loopback device only."""
     with socket.socket() as probe:
         probe.bind((host or "127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ucx = {} if host is not None else {"UCX_NET_DEVICES": "lo"}
-    if device == "cpu":
-        ucx["UCX_TLS"] = "tcp,self"  # through shared memory a read from an exited process may not end
     return {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": host or "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": f"{port}",  # of each engine, whatever the user's environment says
-        **{key: value for key, value in ucx.items() if key not in os.environ},
+        **nixl_environment(host, device),
     }
 
 

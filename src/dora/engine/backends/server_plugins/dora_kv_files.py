@@ -169,7 +169,7 @@ def write_blocks(
         # A write to the mapping of a full memory file system would end the server with SIGBUS.
         os.posix_fallocate(descriptor, 0, HEADER_BYTES + num_bytes)
         with mmap.mmap(descriptor, HEADER_BYTES + num_bytes) as memory:
-            checksum = _copy_out(memory, layers, blocks)
+            checksum = _copy_to_file(memory, layers, blocks)
             header = KVHeader(origin, num_tokens, len(blocks), num_bytes, checksum)
             memory[:HEADER_BYTES] = json.dumps([FORMAT, header]).encode().ljust(HEADER_BYTES)
     finally:
@@ -193,32 +193,46 @@ def read_blocks(
     # Copied: a mapping cannot be closed while a tensor uses it. In memory, a copy costs little.
     content = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)[HEADER_BYTES:]
     stored = content.view(layers[0].dtype).view(len(layers), header.num_blocks, *layers[0].shape[1:])
-    if _checksum(stored) != header.checksum:
-        raise KVFileError(f"{path} is damaged: its checksum differs")
+    copy_in(stored, header.checksum, layers, blocks, first)
+
+
+def copy_out(layers: Sequence[Tensor], blocks: Sequence[int], target: Tensor) -> int:
+    """Copy blocks of all layers to `target` [layers, blocks, ...]. Returns their checksum."""
+    index, is_same_device = torch.tensor(blocks, device=layers[0].device), target.device == layers[0].device
+    for layer, copy in zip(layers, target, strict=True):
+        if is_same_device:
+            torch.index_select(layer, 0, index, out=copy)
+        else:
+            copy.copy_(layer.index_select(0, index))
+    return _checksum(target)
+
+
+def copy_in(
+    stored: Tensor, checksum: int, layers: Sequence[Tensor], blocks: Sequence[int], first: int
+) -> None:
+    """Copy what `copy_out` has stored, without its `first` blocks, into `blocks` of all layers.
+
+    Raises KVFileError if the checksum of `stored` is another one.
+    """
+    if _checksum(stored) != checksum:
+        raise KVFileError("the KV is damaged: its checksum differs")
     index = torch.tensor(blocks, device=layers[0].device)
     for layer, source in zip(layers, stored, strict=True):
         layer.index_copy_(0, index, source[first : first + len(blocks)].to(layer.device))
 
 
-def _copy_out(memory: mmap.mmap, layers: Sequence[Tensor], blocks: Sequence[int]) -> int:
+def _copy_to_file(memory: mmap.mmap, layers: Sequence[Tensor], blocks: Sequence[int]) -> int:
     """Copy blocks behind the header. Returns their checksum. No tensor may use the mapping afterwards."""
-    sample, device = layers[0], layers[0].device
     content = torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER_BYTES)
-    stored = content.view(sample.dtype).view(len(layers), len(blocks), *sample.shape[1:])
-    index = torch.tensor(blocks, device=device)
-    for layer, target in zip(layers, stored, strict=True):
-        if device.type == "cpu":
-            torch.index_select(layer, 0, index, out=target)
-        else:
-            target.copy_(layer.index_select(0, index))
-    return _checksum(stored)
+    stored = content.view(layers[0].dtype).view(len(layers), len(blocks), *layers[0].shape[1:])
+    return copy_out(layers, blocks, stored)
 
 
 def _checksum(stored: Tensor) -> int:
     """CRC of the sum of each block's bytes as 64-bit words; `stored` is [layers, blocks, ...]."""
     rows = stored.reshape(stored.shape[0] * stored.shape[1], -1)
     words = rows.view(torch.int64) if rows.shape[1] * rows.element_size() % 8 == 0 else rows.view(torch.uint8)
-    return zlib.crc32(words.sum(1, dtype=torch.int64).numpy().tobytes())
+    return zlib.crc32(words.sum(1, dtype=torch.int64).cpu().numpy().tobytes())
 
 
 def _read_header(path: Path) -> KVHeader:

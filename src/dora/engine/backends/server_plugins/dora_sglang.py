@@ -18,6 +18,7 @@ from typing import Any
 
 TOKEN_VARIABLE = "DORA_SGLANG_TOKEN"
 SLOTS_VARIABLE = "DORA_SGLANG_VERSION_SLOTS"
+KV_CONNECTOR_VARIABLE = "DORA_SGLANG_KV_CONNECTOR"  # "nixl"; else KV goes into files
 SLOTS_FLAGS = ("--disable-overlap-schedule", "--disable-cuda-graph")  # a graph is of one model
 # In the manifest of a load.
 LOADED_KEY = "dora_loaded"  # labels of the versions that stay

@@ -6,7 +6,7 @@ another. SGLang keeps the requests that decode in a batch between two steps: her
 version. By calls of the engine, some requests run before all others, or requests continue with a newer
 version on their KV.
 
-A request's `custom_params` may name two folders (`dora_kv_files`): `dora_export`, where its KV goes once an
+A request's `custom_params` may name two folders (`dora_sglang_kv`): `dora_export`, where its KV goes once an
 export is ordered, and `dora_import`, where its KV comes from. Imported KV is put into the prefix cache, so
 that the request computes its last token only.
 
@@ -35,11 +35,13 @@ from dora_sglang import (  # type: ignore[import-not-found]
     DECODE_ONLY,
     DIGEST_PREFIX,
     KEEP,
+    KV_CONNECTOR_VARIABLE,
     LOADED_KEY,
     PART_KEY,
     PROTOCOL,
     SLOTS_VARIABLE,
 )
+from dora_sglang_kv import KVInFiles, KVOverNixl  # type: ignore[import-not-found]
 from dora_version_turns import VersionTurns  # type: ignore[import-not-found]
 from sglang.srt.managers.io_struct import (  # type: ignore[import-not-found]
     SetInternalStateReqOutput,
@@ -158,8 +160,13 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         if len(self._slots) > 1:
             self._check_steps_use_the_model()
         self._num_workers = self._count_workers()
-        self._layers = kv_layers(self.token_to_kv_pool_allocator.get_kvcache())
-        self._layout = self._kv_layout()
+        layers, rank = kv_layers(self.token_to_kv_pool_allocator.get_kvcache()), self.tp_group.rank_in_group
+        self._kv: KVInFiles | KVOverNixl
+        if os.environ.get(KV_CONNECTOR_VARIABLE) == "nixl":
+            self._kv = KVOverNixl(layers, rank)
+        else:
+            self._kv = KVInFiles(layers, rank, self._num_workers)
+        self._layout = self._kv_layout(layers)
 
     def get_internal_state(self, recv_req: Any) -> Any:
         output = super().get_internal_state(recv_req)
@@ -488,17 +495,19 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
     def _export(self, req: Any, folder: Path) -> None:
         """Write the KV of a finished request, which is in the prefix cache now, and publish the folder.
 
-        A file that is missing in it makes it unusable.
+        Without the KV of all workers it is unusable.
         """
-        part, rank = kv_files.part_folder(folder), self.tp_group.rank_in_group
+        part, is_first = kv_files.part_folder(folder), self.tp_group.rank_in_group == 0
         tokens = [*req.origin_input_ids, *req.output_ids][:-1]  # the last one has no KV yet
         match = self._match(_key(tokens, req.extra_key))  # nothing if its KV is of two versions
         slots = self.tree_cache.path_device_indices(match.last_device_node).tolist()
         try:
             if slots and len(tokens) - len(slots) < self.page_size:  # the cache has whole pages only
-                origin, path = self._origin_of(req.extra_key), kv_files.worker_file(part, rank)
-                self._by_all_workers(kv_files.write_blocks, path, origin, self._layers, slots, len(tokens))
-            if rank == 0:
+                origin = self._origin_of(req.extra_key)
+                written = self._by_all_workers(self._kv.write, part, origin, slots, len(tokens))
+                if is_first:
+                    self._kv.finish(part, origin, len(tokens), written)
+            if is_first:
                 part.rename(folder)
         except (kv_files.KVFileError, OSError) as error:
             logger.warning("the KV of %s is lost: %s", req.rid, error)
@@ -506,20 +515,19 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
 
     def _import(self, req: Any, folder: Path) -> None:
         """Put the KV of all tokens but the last into the prefix cache. Without it they are prefilled."""
-        path = kv_files.worker_file(folder, self.tp_group.rank_in_group)
         try:
-            headers = self._by_all_workers(kv_files.read_headers, folder, self._num_workers)
-            num_tokens = min(len(req.origin_input_ids) - 1, *(header.num_blocks for header in headers))
+            num_slots = self._by_all_workers(self._kv.num_slots, folder)
+            num_tokens = min(len(req.origin_input_ids) - 1, *num_slots)
             key = _key(req.origin_input_ids[: num_tokens - num_tokens % self.page_size], req.extra_key)
             match = self._match(key)
             if match.device_prefix_len < len(key):
-                self._read(path, key, match.last_device_node, match.device_prefix_len)
+                self._read(folder, key, match.last_device_node, match.device_prefix_len)
         except kv_files.KVFileError as error:
             logger.warning("prefilling %s: %s", req.rid, error)
-        path.unlink(missing_ok=True)
+        self._kv.remove(folder)
 
-    def _read(self, path: Path, key: Any, node: Any, num_cached: int) -> None:
-        """Add the KV of a file to the prefix cache, which has the first `num_cached` tokens up to `node`.
+    def _read(self, folder: Path, key: Any, node: Any, num_cached: int) -> None:
+        """Add the KV of a folder to the prefix cache, which has the first `num_cached` tokens up to `node`.
 
         Raises KVFileError.
         """
@@ -528,8 +536,8 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
             slots = self._allocate(len(key) - num_cached)
             if self.enable_overlap:  # a step that has ended for the scheduler may still write to these slots
                 self.schedule_stream.wait_stream(self.forward_stream)
-            origin, blocks = self._origin_of(key.extra_key), slots.tolist()
-            self._by_all_workers(kv_files.read_blocks, path, origin, self._layers, blocks, num_cached)
+            origin = self._origin_of(key.extra_key)
+            self._by_all_workers(self._kv.read, folder, origin, slots.tolist(), num_cached)
             value = torch.cat([self.tree_cache.path_device_indices(node), slots])
             # The cache would free what it has already, but for the first `prev_prefix_len` slots.
             insert = InsertParams(key=key, value=value, prev_prefix_len=num_cached)
@@ -555,7 +563,7 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
     def _origin_of(self, label: str) -> Any:
         return kv_files.KVOrigin(self.weight_digests.get(label.removesuffix(KEEP), ""), self._layout)
 
-    def _kv_layout(self) -> tuple[str, ...]:
+    def _kv_layout(self, layers: Sequence[Any]) -> tuple[str, ...]:
         """See `KVOrigin`. Empty if the layers do not have KV of all tokens in one shape, or if the server is
         divided in another way than by tensor parallelism.
         """
@@ -564,12 +572,12 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
             return ()
         if cache.supports_swa() or cache.supports_mamba() or not cache.supports_prefix_sharing():
             return ()
-        kinds = {(str(layer.dtype), *map(str, layer.shape[1:])) for layer in self._layers}
+        kinds = {(str(layer.dtype), *map(str, layer.shape[1:])) for layer in layers}
         if len(kinds) != 1:
             return ()
-        sizes = (self._num_workers, len(self._layers), self.page_size)
-        device = self._layers[0].device.type
-        return (f"sglang {sglang.__version__}", device, *map(str, sizes), *kinds.pop())
+        sizes = (self._num_workers, len(layers), self.page_size)
+        server = (*self._kv.layout_prefix, f"sglang {sglang.__version__}", layers[0].device.type)
+        return (*server, *map(str, sizes), *kinds.pop())
 
     # Workers that divide the model.
 
@@ -586,16 +594,20 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         """The value of each worker, in each of them."""
         return [value] if self._num_workers == 1 else self.tp_group.all_gather_object(value)
 
-    def _by_all_workers(self, act: Callable[..., Any], *arguments: Any) -> Any:
-        """Do this worker's part. Raises KVFileError in each worker if one of them failed."""
+    def _by_all_workers(self, act: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Do this worker's part. Returns the results of all workers.
+
+        Raises KVFileError in each worker if one of them failed.
+        """
         result, failure = None, ""
         try:
             result = act(*arguments)
         except (kv_files.KVFileError, OSError, torch.OutOfMemoryError) as error:
             failure = str(error)
-        if failures := [*filter(None, self.of_all_workers(failure))]:
+        results = self.of_all_workers((result, failure))
+        if failures := [failure for _, failure in results if failure]:
             raise kv_files.KVFileError("; ".join(failures))
-        return result
+        return [result for result, _ in results]
 
     def _named_by_first(self, find: Callable[[], list[str]]) -> list[str]:
         """What the first worker finds: a moment later another one might find something else."""
