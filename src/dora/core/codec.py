@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Set
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from types import UnionType
+from types import ModuleType, UnionType
 from typing import Any
 
 from dora.core import actions, events
@@ -33,8 +33,14 @@ def kind_of(cls: type) -> str:
     return re.sub(r"(?<!^)([A-Z])", r"_\1", cls.__name__).lower()
 
 
-EVENTS: dict[str, type] = {kind_of(cls): cls for cls in typing.get_args(events.Event)}
-ACTIONS: dict[str, type] = {kind_of(cls): cls for cls in typing.get_args(actions.Action)}
+def _by_kind(module: ModuleType, base: type[Any]) -> dict[str, type]:
+    """The subclasses of `base` in a module."""
+    classes: list[type] = [cls for cls in vars(module).values() if isinstance(cls, type)]
+    return {kind_of(cls): cls for cls in classes if issubclass(cls, base) and cls is not base}
+
+
+EVENTS = _by_kind(events, Event)
+ACTIONS = _by_kind(actions, Action)
 
 
 def to_json(record: Event | Action) -> dict[str, Any]:
