@@ -28,6 +28,7 @@ from dora.core import (
 from dora.core.actions import Action, Admit, Filter, Publish, Score, SkipPrompts, Train
 from dora.core.bound import bound_holds, num_admissible
 from dora.core.events import Event, Published, RequestFailed, RequestFinished, StepFailed
+from dora.core.orchestrator import Orchestrator
 from dora.core.state import GroupRecord, RequestRecord, State
 from dora.core.types import Limits
 
@@ -98,7 +99,7 @@ add_fault(
 add_fault(
     "a_finished_request_needs_no_decision",
     "deadlock",
-    (orchestrator, "needs_no_decision", lambda state, event: isinstance(event, RequestFinished)),
+    (Orchestrator, "_needs_no_decision", lambda core, event: isinstance(event, RequestFinished)),
 )
 add_fault(
     "no_request_is_retried",

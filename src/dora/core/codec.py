@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Set
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from types import ModuleType, UnionType
+from types import UnionType
 from typing import Any
 
 from dora.core import actions, events
@@ -33,14 +33,13 @@ def kind_of(cls: type) -> str:
     return re.sub(r"(?<!^)([A-Z])", r"_\1", cls.__name__).lower()
 
 
-def _by_kind(module: ModuleType, base: type[Any]) -> dict[str, type]:
-    """The subclasses of `base` in a module."""
-    classes: list[type] = [cls for cls in vars(module).values() if isinstance(cls, type)]
-    return {kind_of(cls): cls for cls in classes if issubclass(cls, base) and cls is not base}
-
-
-EVENTS = _by_kind(events, Event)
-ACTIONS = _by_kind(actions, Action)
+# Kind -> class of all events and actions.
+RECORDS: dict[str, type] = {
+    kind_of(cls): cls
+    for module, base in ((events, Event), (actions, Action))
+    for cls in vars(module).values()
+    if isinstance(cls, type) and base in cls.__bases__
+}
 
 
 def to_json(record: Event | Action) -> dict[str, Any]:
@@ -54,14 +53,13 @@ def _field_names(cls: Any) -> tuple[str, ...]:
     return tuple(field.name for field in fields(cls))
 
 
-def event_from_json(raw: Mapping[str, Any]) -> Event:
-    """Raises ProtocolError if the object is not an event."""
-    return typing.cast(Event, _decode_kind(EVENTS, raw))
-
-
-def action_from_json(raw: Mapping[str, Any]) -> Action:
-    """Raises ProtocolError if the object is not an action."""
-    return typing.cast(Action, _decode_kind(ACTIONS, raw))
+def from_json(raw: Mapping[str, Any]) -> Event | Action:
+    """The inverse of `to_json`. Raises ProtocolError if the object is neither an event nor an action."""
+    cls = RECORDS.get(raw.get("kind", ""))
+    if cls is None:
+        raise ProtocolError(f"unknown kind {raw.get('kind')!r}; expected one of {sorted(RECORDS)}")
+    record: Event | Action = decode(cls, raw)
+    return record
 
 
 def decode(hint: Any, raw: Any) -> Any:
@@ -90,13 +88,6 @@ def state_to_json(state: State) -> dict[str, Any]:
         "schema": SNAPSHOT_SCHEMA,
         **{name: _encode_value(getattr(state, name)) for name in _SNAPSHOT_FIELDS},
     }
-
-
-def _decode_kind(classes: Mapping[str, type], raw: Mapping[str, Any]) -> object:
-    cls = classes.get(raw.get("kind", ""))
-    if cls is None:
-        raise ProtocolError(f"unknown kind {raw.get('kind')!r}; expected one of {sorted(classes)}")
-    return decode(cls, raw)
 
 
 def _decode_record(cls: type, raw: Mapping[str, Any]) -> object:
