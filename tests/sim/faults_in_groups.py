@@ -1,4 +1,4 @@
-"""Deliberate faults in admission, the bound, batches, steps and the snapshot, and the message of each."""
+"""Deliberate faults in admission, the bound, batches and steps, and the message of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tests.sim.fault_tools import (
     Replacement,
     add_fault,
     after_handling,
-    forget_in_snapshot,
     instead_of_handling,
     replaces,
 )
@@ -29,6 +28,7 @@ from dora.core import (
 from dora.core.actions import Action, Admit, Filter, Publish, Score, SkipPrompts, Train
 from dora.core.bound import bound_holds, num_admissible
 from dora.core.events import Event, Published, RequestFailed, RequestFinished, StepFailed
+from dora.core.orchestrator import Orchestrator
 from dora.core.state import GroupRecord, RequestRecord, State
 from dora.core.types import Limits
 
@@ -99,7 +99,7 @@ add_fault(
 add_fault(
     "a_finished_request_needs_no_decision",
     "deadlock",
-    (orchestrator, "needs_no_decision", lambda state, event: isinstance(event, RequestFinished)),
+    (Orchestrator, "_needs_no_decision", lambda core, event: isinstance(event, RequestFinished)),
 )
 add_fault(
     "no_request_is_retried",
@@ -111,11 +111,6 @@ add_fault(
     "the curriculum skipped no group",
     (event_handlers, "_update_curriculum", lambda state, event: None),
 )
-forget_in_snapshot("skipped_until", [], "the curriculum skipped no group")
-forget_in_snapshot("migrations", [], "ProtocolError")
-forget_in_snapshot("num_fetching", 0, "ProtocolError")
-forget_in_snapshot("committed", [], "ProtocolError")
-forget_in_snapshot("admission_version", None, "a resumed orchestrator")
 
 
 @replaces("C3", Limits, "deadline")

@@ -90,7 +90,7 @@ def _inputs(run: Path, rows: list[SampleRow], dataset: Dataset, tokenizer: Token
     for row, response in zip(rows, read_responses(run, rows), strict=True):
         if response is None:
             raise InputError(f"sample {row.group}/{row.sibling} is truncated")
-        position = GroupId(*map(int, row.group.split("/"))).row
+        position = GroupId.parse(row.group).row
         if position >= len(dataset):
             raise InputError(f"sample {row.group}/{row.sibling}: the dataset has {len(dataset)} rows")
         ids = [*response.token_ids]

@@ -10,22 +10,28 @@ from dataclasses import dataclass
 from dora.core.types import GroupId, RequestId
 
 
+class Action:
+    """What the orchestrator orders."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class FetchPrompts:
+class FetchPrompts(Action):
     """Dataset: deliver the next `count` prompts."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
-class SkipPrompts:
+class SkipPrompts(Action):
     """Log: these fetched prompts are not admitted: an earlier group of each was easy or hard."""
 
     groups: tuple[GroupId, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(Action):
     """Sample stream: open a group that is generated at `version` and trained by step `deadline`."""
 
     group: GroupId
@@ -35,7 +41,7 @@ class Admit:
 
 
 @dataclass(frozen=True, slots=True)
-class Generate:
+class Generate(Action):
     """Engine: generate these requests on `version`."""
 
     engine: int
@@ -44,7 +50,7 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Action):
     """Engine: abort these requests; their group has failed."""
 
     engine: int
@@ -52,7 +58,7 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Migrate:
+class Migrate(Action):
     """Engines: move a running request with its KV; report `Migrated` or `MigrationFailed`."""
 
     request: RequestId
@@ -63,7 +69,7 @@ class Migrate:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeOnly:
+class DecodeOnly(Action):
     """Engine: decode these requests and preempt all others; if empty, decode all again."""
 
     engine: int
@@ -71,28 +77,28 @@ class DecodeOnly:
 
 
 @dataclass(frozen=True, slots=True)
-class PauseEngine:
+class PauseEngine(Action):
     """Engine: stop decoding until `ResumeEngine`, and report `EnginePaused`; the trainer needs the device."""
 
     engine: int
 
 
 @dataclass(frozen=True, slots=True)
-class ResumeEngine:
+class ResumeEngine(Action):
     """Engine: decode again."""
 
     engine: int
 
 
 @dataclass(frozen=True, slots=True)
-class RemoveEngine:
+class RemoveEngine(Action):
     """Engine: exit; it has no requests. Report `EngineRemoved`."""
 
     engine: int
 
 
 @dataclass(frozen=True, slots=True)
-class RejectDrain:
+class RejectDrain(Action):
     """Log: the engine is not drained, for this reason."""
 
     engine: int
@@ -100,14 +106,14 @@ class RejectDrain:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class Score(Action):
     """Reward worker: score every sibling of a group."""
 
     group: GroupId
 
 
 @dataclass(frozen=True, slots=True)
-class Filter:
+class Filter(Action):
     """Sample stream: end the group untrained, because its rewards carry no signal."""
 
     group: GroupId
@@ -115,7 +121,7 @@ class Filter:
 
 
 @dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(Action):
     """Sample stream: end the group untrained, because a sibling failed."""
 
     group: GroupId
@@ -123,7 +129,7 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(Action):
     """Sample stream: assign the group to the batch of `step`."""
 
     group: GroupId
@@ -131,7 +137,7 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class Train:
+class Train(Action):
     """Trainer: run step `step` on these groups, which turns version `step` into `step + 1`."""
 
     step: int
@@ -139,21 +145,21 @@ class Train:
 
 
 @dataclass(frozen=True, slots=True)
-class Publish:
+class Publish(Action):
     """Trainer: write the weights of `version` to the weight store."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
-class ReportDigest:
+class ReportDigest(Action):
     """Trainer: report the digest of `version`, computed again; the published weights stay as they are."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(Action):
     """Engine: free the slot of `version`."""
 
     engine: int
@@ -161,7 +167,7 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Load(Action):
     """Engine: load `version` from the weight store into a free slot."""
 
     engine: int
@@ -169,7 +175,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class SkipLoad:
+class SkipLoad(Action):
     """Log: the engine does not load `version`, which hardly differs from its own."""
 
     engine: int
@@ -177,21 +183,21 @@ class SkipLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Retire:
+class Retire(Action):
     """Weight store: delete `version`."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
-class StartEvaluation:
+class StartEvaluation(Action):
     """Log: the evaluation of `version` on the held-out prompts starts."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
-class SkipEvaluation:
+class SkipEvaluation(Action):
     """Log: `version` was due for an evaluation, while that of `running_version` is not finished."""
 
     version: int
@@ -199,14 +205,14 @@ class SkipEvaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishEvaluation:
+class FinishEvaluation(Action):
     """Log: every held-out prompt of `version` is scored or has failed."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
-class ReportStall:
+class ReportStall(Action):
     """Log: step `step` has waited since `since_s` for `requests` of `group`, which is at its deadline."""
 
     step: int
@@ -216,36 +222,5 @@ class ReportStall:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Action):
     """All: the last version is published and its evaluation, if there is one, has finished."""
-
-
-Action = (
-    FetchPrompts
-    | SkipPrompts
-    | Admit
-    | Generate
-    | Abort
-    | Migrate
-    | DecodeOnly
-    | PauseEngine
-    | ResumeEngine
-    | RemoveEngine
-    | RejectDrain
-    | Score
-    | Filter
-    | Fail
-    | Commit
-    | Train
-    | Publish
-    | ReportDigest
-    | Drop
-    | Load
-    | SkipLoad
-    | Retire
-    | StartEvaluation
-    | SkipEvaluation
-    | FinishEvaluation
-    | ReportStall
-    | Stop
-)

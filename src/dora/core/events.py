@@ -10,8 +10,14 @@ from dataclasses import dataclass
 from dora.core.types import BatchMember, Chunk, GroupId, RequestId
 
 
+class Event:
+    """What a worker, or the timer, reports."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class EngineJoined:
+class EngineJoined(Event):
     """A rollout engine is ready; it holds no version yet.
 
     A colocated engine shares the trainer's device and decodes only while the trainer is idle. `replaces`
@@ -26,7 +32,7 @@ class EngineJoined:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLost:
+class EngineLost(Event):
     """An engine has crashed or timed out; its versions are lost, and its requests start again.
 
     `kept_tokens` are numbers of tokens of their responses that are durable: they continue after these,
@@ -39,28 +45,28 @@ class EngineLost:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainRequested:
+class DrainRequested(Event):
     """An operator or the autoscaler requests the removal of an engine once it has no requests."""
 
     engine: int
 
 
 @dataclass(frozen=True, slots=True)
-class EngineRemoved:
+class EngineRemoved(Event):
     """An engine has exited after `RemoveEngine`; it had no requests."""
 
     engine: int
 
 
 @dataclass(frozen=True, slots=True)
-class EnginePaused:
+class EnginePaused(Event):
     """An engine has stopped decoding after `PauseEngine`; it keeps its versions, requests and KV."""
 
     engine: int
 
 
 @dataclass(frozen=True, slots=True)
-class PromptsFetched:
+class PromptsFetched(Event):
     """The dataset has delivered prompts; the first has position `first_index` in its order."""
 
     first_index: int
@@ -68,7 +74,7 @@ class PromptsFetched:
 
 
 @dataclass(frozen=True, slots=True)
-class ProgressReported:
+class ProgressReported(Event):
     """An engine reports the tokens so far of its unfinished requests, at most once a second.
 
     `row_tokens_per_s` is the throughput per row since the last report (0: no row ran), `kv_usage` the
@@ -82,7 +88,7 @@ class ProgressReported:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestFinished:
+class RequestFinished(Event):
     """A request has its last token; its tokens are durable in the sample stream.
 
     `payload` is the digest of its row in the sample store; "" if it is not stored.
@@ -98,7 +104,7 @@ class RequestFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestFailed:
+class RequestFailed(Event):
     """A request has failed, and its engine has freed its row."""
 
     engine: int
@@ -108,7 +114,7 @@ class RequestFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestsAborted:
+class RequestsAborted(Event):
     """An engine has aborted requests after `Abort`; those that finished first are not among them."""
 
     engine: int
@@ -117,7 +123,7 @@ class RequestsAborted:
 
 
 @dataclass(frozen=True, slots=True)
-class Migrated:
+class Migrated(Event):
     """A running request has moved with its KV; from now on only `destination` owns it.
 
     `num_tokens` of its response moved. `num_bytes` of KV were copied in `copy_s`; the request was paused for
@@ -136,7 +142,7 @@ class Migrated:
 
 
 @dataclass(frozen=True, slots=True)
-class OutputsLost:
+class OutputsLost(Event):
     """Requests restart from their prompts whose tokens `EngineLost` or `Resumed` had counted as kept.
 
     For example the next engine cannot continue outputs. `RequestFailed` has the same effect for its request.
@@ -147,7 +153,7 @@ class OutputsLost:
 
 
 @dataclass(frozen=True, slots=True)
-class MigrationFailed:
+class MigrationFailed(Event):
     """A request stays with `source`; `destination` has freed the row reserved for it."""
 
     request: RequestId
@@ -157,7 +163,7 @@ class MigrationFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupScored:
+class GroupScored(Event):
     """Every sibling has a reward, and all columns that the trainer needs are stored."""
 
     group: GroupId
@@ -165,7 +171,7 @@ class GroupScored:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoringFailed:
+class ScoringFailed(Event):
     """A sibling could not be scored, which fails its group."""
 
     group: GroupId
@@ -173,7 +179,7 @@ class ScoringFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class Trained(Event):
     """Training step `step` has consumed its batch.
 
     `ess` (fraction of the tokens) and `kl` (nats per token) measure how far the policy in training was from
@@ -188,7 +194,7 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True)
-class StepFailed:
+class StepFailed(Event):
     """Training step `step` has failed without changing the weights."""
 
     step: int
@@ -196,7 +202,7 @@ class StepFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class Published(Event):
     """The weights of `version` are in the weight store."""
 
     version: int
@@ -204,7 +210,7 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerLost:
+class TrainerLost(Event):
     """The trainer is lost, and a running step with it; published versions remain.
 
     The event repeats if a replacement is lost before it was ready.
@@ -214,7 +220,7 @@ class TrainerLost:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerReplaced:
+class TrainerReplaced(Event):
     """A new trainer has loaded the checkpoint of `from_step` trained steps; the engines kept running.
 
     `redone` are the batches of the later steps that had been trained, in order, as they were committed.
@@ -225,7 +231,7 @@ class TrainerReplaced:
 
 
 @dataclass(frozen=True, slots=True)
-class DigestReported:
+class DigestReported(Event):
     """A new trainer has reached `version` again, with this digest; the published weights stay as they are."""
 
     version: int
@@ -233,7 +239,7 @@ class DigestReported:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Event):
     """An engine has loaded `version`; the digest is that of the bytes in its memory.
 
     Its requests were paused for `stop_s`.
@@ -246,7 +252,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadFailed:
+class LoadFailed(Event):
     """An engine could not load `version`; the slot is empty."""
 
     engine: int
@@ -255,7 +261,7 @@ class LoadFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class Resumed(Event):
     """All processes of the run were replaced; training resumes at the checkpoint of `from_step` trained
     steps.
 
@@ -274,34 +280,5 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
-class TimerFired:
+class TimerFired(Event):
     """The time returned by `Orchestrator.next_wakeup` has come."""
-
-
-Event = (
-    EngineJoined
-    | EngineLost
-    | DrainRequested
-    | EngineRemoved
-    | EnginePaused
-    | PromptsFetched
-    | ProgressReported
-    | RequestFinished
-    | RequestFailed
-    | RequestsAborted
-    | Migrated
-    | OutputsLost
-    | MigrationFailed
-    | GroupScored
-    | ScoringFailed
-    | Trained
-    | StepFailed
-    | Published
-    | TrainerLost
-    | TrainerReplaced
-    | DigestReported
-    | Loaded
-    | LoadFailed
-    | Resumed
-    | TimerFired
-)

@@ -64,9 +64,6 @@ class Orchestrator:
         """Whether the last version is published, and evaluated if the run evaluates."""
         return self._state.is_stopped
 
-    def _needs_no_decision(self, event: Event) -> bool:
-        return needs_no_decision(self._state, event)
-
     def _decide(self, is_fast_path: bool = False) -> list[Action]:
         """Run the rules; on the fast path, only those for a stall and what follows from them."""
         state = self._state
@@ -119,27 +116,27 @@ class Orchestrator:
         actions += weight_sync.remove_drained_engines(state)
         return actions
 
+    def _needs_no_decision(self, event: Event) -> bool:
+        """Fast path: whether only the rules for a stall can return an action after `event`, already handled.
 
-def needs_no_decision(state: State, event: Event) -> bool:
-    """Fast path: whether no rule but those for a stall can return an action after `event`, already handled.
-
-    In a large fleet most finished requests free a row that no other request may use, since a full bound
-    admits nothing. True only if every rule would find the state in which it last returned no action.
-    """
-    if not (state.is_quiescent and isinstance(event, RequestFinished)):
-        return False  # the rules may follow up on their own last actions
-    if state.waiting or placement.needs_rebalance(state):
-        return False
-    limits, engine = state.limits, state.engines[event.engine]
-    if event.version not in engine.rows_by_version or not state.is_pinned(event.version):
-        return False  # the version may be dropped or retired
-    if state.draining or state.load_queue or state.evaluation is not None:
-        return False  # an engine may leave, load or evaluate as soon as rows are free
-    if limits.batches_per_version is not None or limits.defers_loads or limits.breaks_c1:
-        return False  # these policies depend on unfinished requests or free rows
-    newest = state.newest_published
-    has_newest = newest in state.holders or newest in state.pending_holders or state.is_training_done
-    if not has_newest or stragglers.versions_without_fast_engine(state):
-        return False  # an engine may now have a slot for a version
-    version = engine.newest_version
-    return version not in state.stored_versions or cached_num_admissible(state, version) == 0
+        In a large fleet most finished requests free a row that no other request may use, since a full bound
+        admits nothing. True only if every rule would find the state in which it last returned no action.
+        """
+        state = self._state
+        if not (state.is_quiescent and isinstance(event, RequestFinished)):
+            return False  # the rules may follow up on their own last actions
+        if state.waiting or placement.needs_rebalance(state):
+            return False
+        limits, engine = state.limits, state.engines[event.engine]
+        if event.version not in engine.rows_by_version or not state.is_pinned(event.version):
+            return False  # the version may be dropped or retired
+        if state.draining or state.load_queue or state.evaluation is not None:
+            return False  # an engine may leave, load or evaluate as soon as rows are free
+        if limits.batches_per_version is not None or limits.defers_loads or limits.breaks_c1:
+            return False  # these policies depend on unfinished requests or free rows
+        newest = state.newest_published
+        has_newest = newest in state.holders or newest in state.pending_holders or state.is_training_done
+        if not has_newest or stragglers.versions_without_fast_engine(state):
+            return False  # an engine may now have a slot for a version
+        version = engine.newest_version
+        return version not in state.stored_versions or cached_num_admissible(state, version) == 0

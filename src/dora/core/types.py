@@ -26,6 +26,12 @@ class GroupId(NamedTuple):
     epoch: int
     row: int
 
+    @classmethod
+    def parse(cls, text: str) -> GroupId:
+        """The inverse of `str`. Raises ValueError."""
+        epoch, row = text.split("/")
+        return cls(int(epoch), int(row))
+
     @property
     def is_held_out(self) -> bool:
         """Whether this is an evaluation prompt; its epoch is -1 - (the evaluated version)."""

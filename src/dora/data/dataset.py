@@ -79,7 +79,7 @@ class Dataset:
         return cls(rows, prompt_key, str(path), is_jsonl, image_key, folder)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._rows if self._numbers is None else self._numbers)
 
     def head(self, num_rows: int) -> Dataset:
         """The first rows, or all if there are fewer."""
@@ -88,22 +88,28 @@ class Dataset:
     def _subset(self, indices: Sequence[int]) -> Dataset:
         """Some of the rows, which keep their numbers in errors."""
         subset = copy.copy(self)
-        subset._rows = _RowSubset(self._rows, indices)
-        subset._numbers = [index if self._numbers is None else self._numbers[index] for index in indices]
+        subset._numbers = [*map(self._number, indices)]
         return subset
+
+    def _number(self, index: int) -> int:
+        """The number of a row in its file."""
+        return index if self._numbers is None else self._numbers[index]
+
+    def _row(self, index: int) -> Mapping[str, Any]:
+        return self._rows[self._number(index)]
 
     def row(self, index: int) -> dict[str, Any]:
         """The row as read, with its prompt."""
-        return dict(self._rows[index])
+        return dict(self._row(index))
 
     def prompt(self, index: int) -> Prompt:
         """The prompt of a row: text, or the messages of a conversation."""
-        prompt: Prompt = self._rows[index][self.prompt_key]
+        prompt: Prompt = self._row(index)[self.prompt_key]
         return prompt
 
     def images(self, index: int) -> list[ImageSource]:
         """The images of a row, in their order in its prompt. Raises DataError for what cannot be one."""
-        return find_images(self._rows[index].get(self.image_key), self._folder)
+        return find_images(self._row(index).get(self.image_key), self._folder)
 
     @property
     def has_images(self) -> bool:
@@ -113,7 +119,7 @@ class Dataset:
     def fields(self, index: int) -> dict[str, Any]:
         """The row without its prompt and its images: the `**row` of a reward function."""
         others = (self.prompt_key, self.image_key)
-        return {key: value for key, value in self._rows[index].items() if key not in others}
+        return {key: value for key, value in self._row(index).items() if key not in others}
 
     @property
     def columns(self) -> tuple[str, ...] | None:
@@ -132,12 +138,10 @@ class Dataset:
         found: dict[str, int] = {}
         if not self._is_jsonl:
             return found
-        first = self._rows[0].keys()
-        for index, row in enumerate(self._rows):
-            if row.keys() != first:
-                found = (
-                    dict.fromkeys(first - row.keys(), index) | dict.fromkeys(row.keys() - first, 0) | found
-                )
+        first = self._row(0).keys()
+        for index in range(len(self)):
+            if (keys := self._row(index).keys()) != first:
+                found = dict.fromkeys(first - keys, index) | dict.fromkeys(keys - first, 0) | found
         return found
 
     def check_prompt_lengths(self, num_tokens: NumTokens, max_prompt_length: int) -> None:
@@ -183,21 +187,8 @@ class Dataset:
 
     def location(self, index: int) -> str:
         """A row in an error: file, and line or row."""
-        number = index if self._numbers is None else self._numbers[index]
+        number = self._number(index)
         return f"{self.origin}, " + (f"line {number + 1}" if self._is_jsonl else f"row {number}")
-
-
-class _RowSubset(Sequence[Mapping[str, Any]]):
-    """Some rows of others, which are read when they are needed."""
-
-    def __init__(self, rows: Rows, indices: Sequence[int]) -> None:
-        self._rows, self._indices = rows, indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._rows[self._indices[index]]
 
 
 class MixedDataset(Dataset):

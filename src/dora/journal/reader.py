@@ -153,11 +153,10 @@ def read_line(path: Path, number: int, text: bytes) -> JournalLine | FileDigests
     """Parse line `number` of the file, 2 or more. Raises InputError."""
     raw = _json_object(path, number, text)
     kind = raw.get("kind")
-    is_event = kind in [*codec.EVENTS]  # a list, because `kind` may be unhashable
     try:
         if kind in (FILES, SEAL):
             return FileDigests({name: codec.decode(str, v) for name, v in raw["files"].items()}, kind == SEAL)
-        record = codec.event_from_json(raw) if is_event else codec.action_from_json(raw)
+        record = codec.from_json(raw)
         return JournalLine(codec.decode(int, raw["seq"]), codec.decode(float, raw["t_s"]), record)
     except (AttributeError, KeyError, TypeError, ValueError, ProtocolError) as error:
         raise DamagedRunError(f"{path}, line {number}: neither an event nor an action: {error}") from error

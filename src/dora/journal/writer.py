@@ -79,7 +79,7 @@ class JournalWriter:
 
     def record(self, now: float, event: Event | None, actions: Sequence[Action]) -> None:
         """Append an event (None for the start) and the actions that it caused; `now` in seconds."""
-        records = actions if event is None else (event, *actions)
+        records: Sequence[Event | Action] = actions if event is None else (event, *actions)
         if not records:
             return
         self._write({"seq": seq, "t_s": now, **to_json(r)} for seq, r in enumerate(records, self.seq))

@@ -74,7 +74,7 @@ def read_groups(run: Path) -> list[StoredGroup]:
         version, state, step = siblings[0][1:4]
         rewards = tuple(row[5] for row in siblings)
         is_segmented = any(row[6] for row in siblings)
-        found.append(StoredGroup(_group_id(name), version, state, step, longest, rewards, is_segmented))
+        found.append(StoredGroup(GroupId.parse(name), version, state, step, longest, rewards, is_segmented))
     return found
 
 
@@ -317,9 +317,4 @@ def _role(is_model: int) -> str:
 
 def request_of(group: Mapping[str, Any], response: Mapping[str, Any]) -> RequestId:
     """The request of a response in a group of `read_texts`."""
-    return RequestId(*_group_id(group["group"]), response["sibling"])
-
-
-def _group_id(name: str) -> GroupId:
-    epoch, row = name.split("/")
-    return GroupId(int(epoch), int(row))
+    return RequestId(*GroupId.parse(group["group"]), response["sibling"])

@@ -22,7 +22,7 @@ from dora.errors import RunError, StorageFullError, StreamError
 from dora.full_disk import is_full
 from dora.stream import transport
 from dora.stream.metadata import NO_TIMEOUT, BatchRequest, BlockLocation, SampleMeta
-from dora.stream.schema import BatchPart, BlockPacker, ColumnData, StreamBatch, TimedOut
+from dora.stream.schema import BatchPart, BlockPacker, ColumnData, Field, StreamBatch, TimedOut
 from dora.stream.storage import SegmentReader, SegmentWriter
 from dora.stream.transport import RemoteTransport, UnixTransport
 
@@ -53,7 +53,8 @@ class StreamClient:
         except (RunError, StreamError):
             self._transport.close()
             raise
-        self.fields = {name: transport.field_from_json(name, *rest) for name, *rest in reply["fields"]}
+        fields = [Field(name, dtype, tuple(shape)) for name, dtype, shape in reply["fields"]]
+        self.fields = {field.name: field for field in fields}
         if not isinstance(endpoint, CurveAddress):
             folder = Path(reply["folder"])
             self._writer, self._reader = SegmentWriter(folder, self.client_id), SegmentReader(folder)

@@ -7,7 +7,7 @@ consumer needs, so no operation scans all rows. A row is removed after its last 
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from dora.core.types import GroupId, RequestId
 from dora.errors import StreamError
 
 NO_TIMEOUT = float("inf")
-_MIN_UNITS_TO_COMPACT = 64
+UnitKey = GroupId | int  # of a unit that is leased whole: a group, or the index of a row
 
 
 class SampleMeta(NamedTuple):
@@ -484,8 +484,8 @@ class StreamConsumer:
 class ReadyQueue:
     """The rows that are ready for one consumer, in units of single rows or whole groups.
 
-    It is one queue, or one per version with the oldest version first. All operations take amortised constant
-    time: a unit that was removed stays in its queue and is skipped later.
+    It is one queue, or one per version with the oldest version first. All operations take constant time for
+    each row.
     """
 
     def __init__(self, bit: int, group_size: int, held_out_size: int, by_version: bool) -> None:
@@ -493,43 +493,36 @@ class ReadyQueue:
         self.num_rows = 0  # of complete units
         self._bit, self._by_version = bit, by_version
         self._group_size, self._held_out_size = group_size, held_out_size
-        self._queues: dict[int, deque[tuple[StreamRow, ...]]] = {}
-        self._num_units = 0  # including removed ones
-        self._complete: dict[GroupId, tuple[StreamRow, ...]] = {}
-        self._partial: dict[GroupId, list[StreamRow]] = {}
+        self._queues: dict[int, OrderedDict[UnitKey, list[StreamRow]]] = {}  # complete units by version
+        self._version_of: dict[UnitKey, int] = {}  # key of the unit's queue
+        self._partial: dict[UnitKey, list[StreamRow]] = {}  # rows of incomplete groups
 
     def push(self, row: StreamRow, is_first: bool = False) -> None:
         """Append a row, or put a released one first. A group is queued once it is complete."""
         row.queued |= self._bit
-        unit: tuple[StreamRow, ...] = (row,)
+        key, unit = self._key(row), [row]
         if self._group_size:
-            group = row.group
-            known = self._partial.setdefault(group, [])
-            known.append(row)
-            if len(known) < (self._held_out_size if group.is_held_out else self._group_size):
+            unit = self._partial.setdefault(key, [])
+            unit.append(row)
+            if len(unit) < (self._held_out_size if row.group.is_held_out else self._group_size):
                 return
-            del self._partial[group]
-            unit = self._complete[group] = tuple(sorted(known, key=lambda row: row.request.sibling))
+            del self._partial[key]
+            unit.sort(key=lambda row: row.request.sibling)
         self.num_rows += len(unit)
-        queue = self._queues.setdefault(row.version if self._by_version else 0, deque())
-        (queue.appendleft if is_first else queue.append)(unit)
-        self._num_units += 1
+        version = self._version_of[key] = row.version if self._by_version else 0
+        queue = self._queues.setdefault(version, OrderedDict())
+        queue[key] = unit
+        if is_first:
+            queue.move_to_end(key, last=False)
 
     def remove(self, row: StreamRow) -> None:
         """Remove a queued row; its group is then incomplete."""
         row.queued &= ~self._bit
-        if not self._group_size:
-            self.num_rows -= 1
-            self._compact()
-            return
-        group = row.group
-        if (unit := self._complete.pop(group, None)) is not None:
-            self.num_rows -= len(unit)
-            self._partial[group] = [*unit]
-        self._partial[group].remove(row)
-        if not self._partial[group]:
-            del self._partial[group]
-        self._compact()
+        key = self._key(row)
+        others = self._take(key) if key in self._version_of else self._partial.pop(key)
+        others.remove(row)
+        if others:
+            self._partial[key] = others
 
     def pop(self, request: BatchRequest) -> list[StreamRow]:
         """Take the next units within the limits of the request; none before `min_rows` are ready."""
@@ -537,39 +530,26 @@ class ReadyQueue:
         if self.num_rows < max(1, request.min_rows):
             return taken
         num_tokens = 0
-        for key in sorted(self._queues):
-            queue = self._queues[key]
-            while queue:
-                unit = queue[0]
-                if self._is_queued(unit):
-                    num_tokens += sum(row.num_tokens for row in unit)
-                    is_too_long = request.max_tokens is not None and num_tokens > request.max_tokens
-                    if taken and (is_too_long or len(taken) + len(unit) > request.max_rows):
-                        return taken
-                    self._take(unit)
-                    taken += unit
-                queue.popleft()
-                self._num_units -= 1
-            del self._queues[key]
+        for version in sorted(self._queues):
+            while queue := self._queues.get(version):
+                key, unit = next(iter(queue.items()))
+                num_tokens += sum(row.num_tokens for row in unit)
+                is_too_long = request.max_tokens is not None and num_tokens > request.max_tokens
+                if taken and (is_too_long or len(taken) + len(unit) > request.max_rows):
+                    return taken
+                taken += self._take(key)
+                for row in unit:
+                    row.queued &= ~self._bit
         return taken
 
-    def _compact(self) -> None:
-        """Drop removed units once they are more than half of all."""
-        num_queued = len(self._complete) if self._group_size else self.num_rows
-        if self._num_units <= _MIN_UNITS_TO_COMPACT + 2 * num_queued:
-            return
-        kept = {key: deque(filter(self._is_queued, queue)) for key, queue in self._queues.items()}
-        self._queues = {key: queue for key, queue in kept.items() if queue}
-        self._num_units = num_queued
+    def _key(self, row: StreamRow) -> UnitKey:
+        return row.group if self._group_size else row.index
 
-    def _is_queued(self, unit: tuple[StreamRow, ...]) -> bool:
-        if self._group_size:
-            return self._complete.get(unit[0].group) is unit
-        return bool(unit[0].queued & self._bit)
-
-    def _take(self, unit: tuple[StreamRow, ...]) -> None:
+    def _take(self, key: UnitKey) -> list[StreamRow]:
+        """Take a complete unit out of its queue."""
+        version = self._version_of.pop(key)
+        unit = self._queues[version].pop(key)
+        if not self._queues[version]:
+            del self._queues[version]
         self.num_rows -= len(unit)
-        for row in unit:
-            row.queued &= ~self._bit
-        if self._group_size:
-            del self._complete[unit[0].group]
+        return unit

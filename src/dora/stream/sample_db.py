@@ -312,7 +312,7 @@ class SampleStore:
         rows = self._db.execute(
             "select group_id, sibling, loss_mask from samples where loss_mask is not null"
         )
-        return {RequestId(*_group(name), k): len(mask) - sum(mask) for name, k, mask in rows}
+        return {RequestId(*GroupId.parse(name), k): len(mask) - sum(mask) for name, k, mask in rows}
 
     def finished(self, group: GroupId) -> list[FinishedSample]:
         """The finished siblings of a group, in order."""
@@ -331,12 +331,12 @@ class SampleStore:
         rows = self._db.execute(
             "select group_id, prompt_ids from samples where sibling = 0 limit ?", (limit,)
         )
-        return [(_group(name), _ids(prompt).tolist()) for name, prompt in rows]
+        return [(GroupId.parse(name), _ids(prompt).tolist()) for name, prompt in rows]
 
     def states(self) -> list[tuple[RequestId, str, int | None]]:
         """State and trained step of every sample."""
         rows = self._db.execute("select group_id, sibling, state, trained_step from samples").fetchall()
-        return [(RequestId(*_group(name), sibling), state, step) for name, sibling, state, step in rows]
+        return [(RequestId(*GroupId.parse(name), k), state, step) for name, k, state, step in rows]
 
     def unscored(self) -> set[GroupId]:
         """Groups without rewards, and groups that are not in a final state and have no advantages."""
@@ -344,7 +344,7 @@ class SampleStore:
             "select distinct group_id from samples "
             "where state = 'finished' or (state in ('scored', 'committed') and advantage is null)"
         )
-        return {_group(name) for (name,) in rows}
+        return {GroupId.parse(name) for (name,) in rows}
 
     def delete(self, request: RequestId) -> None:
         """Delete a sample that no event names."""
@@ -389,7 +389,7 @@ class SampleStore:
             loss_mask = None if mask is None else np.frombuffer(mask, np.uint8)
             yield (
                 Trajectory(
-                    RequestId(*_group(name), sibling),
+                    RequestId(*GroupId.parse(name), sibling),
                     version,
                     digest,
                     prompt_ids,
@@ -412,11 +412,6 @@ class SampleStore:
 def read_branches(column: str | None) -> list[Branch] | None:
     """The branches of a row from its column. Raises ValueError or TypeError for a damaged one."""
     return None if column is None else [Branch(*map(int, branch)) for branch in json.loads(column)]
-
-
-def _group(name: str) -> GroupId:
-    epoch, row = name.split("/")
-    return GroupId(int(epoch), int(row))
 
 
 def _ids(blob: bytes) -> NDArray[np.int32]:

@@ -232,7 +232,7 @@ class StreamServer:
         self._client_ids.add(client_id)
         self._endpoint.register(client)
         return {
-            "fields": [transport.field_to_json(f) for f in stream.fields.values()],
+            "fields": [(f.name, f.dtype, f.shape) for f in stream.fields.values()],
             "folder": str(stream.folder.resolve()),
         }, ()
 

@@ -30,7 +30,7 @@ from dora.core.types import GroupId
 from dora.curve import HANDSHAKE_TIMEOUT_S, LINGER_S, MAX_POLL_S, CurveAddress, CurveConnection, CurveServer
 from dora.errors import RunError, StreamError
 from dora.stream.metadata import BatchRequest, BlockLocation
-from dora.stream.schema import Buffer, Field
+from dora.stream.schema import Buffer
 
 MAX_MESSAGE_BYTES = 256 << 20  # that the server accepts
 UNMATCHED = -1  # the id of a reply to a message whose header is not readable
@@ -85,14 +85,6 @@ def parse_wait(value: Any) -> float:
 def decode_integers(buffer: Buffer, dtype: Any, width: int) -> NDArray[Any]:
     """[n, width] of a buffer. Raises ValueError if its size does not fit."""
     return np.frombuffer(buffer, dtype).reshape(-1, width)
-
-
-def field_to_json(field: Field) -> list[Any]:
-    return [field.name, field.dtype, [*field.shape]]
-
-
-def field_from_json(name: str, dtype: str, shape: Sequence[int | None]) -> Field:
-    return Field(name, dtype, tuple(shape))
 
 
 def request_from_json(value: Sequence[Any]) -> BatchRequest:
