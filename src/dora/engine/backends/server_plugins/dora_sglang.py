@@ -92,8 +92,26 @@ def patch_scheduler() -> None:
     events.accept = own.list_versions(events.accept)
     scheduler.Scheduler = own.VersionScheduler
     ModelConfig._get_hf_eos_token_id = lambda self: set()  # of generation_config.json, too
+    decode_single_tokens()
     if "--enable-lora" in sys.argv:
         pin_no_memory_without_accelerator()
+
+
+def decode_single_tokens() -> None:
+    """SGLang's attention on a CPU would compute that of a whole cached prefix again for one new token."""
+    from sglang.srt.layers.attention.torch_native_backend import (  # type: ignore[import-not-found]
+        TorchNativeAttnBackend,
+    )
+
+    extend = TorchNativeAttnBackend._run_sdpa_forward_extend
+
+    def extend_or_decode(self: Any, *args: Any, **options: Any) -> Any:
+        *tensors, _, extend_lens, encoder_lens = args
+        if not bool((extend_lens == 1).all()):
+            return extend(self, *args, **options)
+        return self._run_sdpa_forward_decode(*tensors, encoder_lens, **options | {"causal": False})
+
+    TorchNativeAttnBackend._run_sdpa_forward_extend = extend_or_decode
 
 
 def pin_no_memory_without_accelerator() -> None:
