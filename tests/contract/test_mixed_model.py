@@ -120,6 +120,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     loader = "vllm.model_executor.model_loader"
     stand_ins: dict[str, dict[str, Any]] = {
         "vllm.config": {"set_current_vllm_config": None},
+        "vllm.distributed.parallel_state": {"get_tp_group": lambda: SimpleNamespace(world_size=1)},
         "vllm.forward_context": {"set_forward_context": lambda *args, **kwargs: nullcontext()},
         "vllm.logger": {"init_logger": logging.getLogger},
         layers: {

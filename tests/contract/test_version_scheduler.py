@@ -82,6 +82,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     stand_ins: dict[str, dict[str, Any]] = {
         "dora_vllm_mixed": {"Batch": None, "CannotMixError": None, "MixedModel": None},
         "vllm.config": {"set_current_vllm_config": None},
+        "vllm.distributed.parallel_state": {"get_tp_group": None},
         "vllm.forward_context": {"set_forward_context": None},
         "vllm.logger": {"init_logger": logging.getLogger},
         "vllm.model_executor.layers": {"rotary_embedding": None},

@@ -26,6 +26,7 @@ from dora_version_turns import VersionTurns  # type: ignore[import-not-found]
 from dora_vllm import KEEP, WorkerExtension  # type: ignore[import-not-found]
 from dora_vllm_mixed import Batch, CannotMixError, MixedModel  # type: ignore[import-not-found]
 from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
+from vllm.distributed.parallel_state import get_tp_group  # type: ignore[import-not-found]
 from vllm.forward_context import set_forward_context  # type: ignore[import-not-found]
 from vllm.logger import init_logger  # type: ignore[import-not-found]
 from vllm.model_executor.layers import rotary_embedding  # type: ignore[import-not-found]
@@ -110,6 +111,16 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
             self._mixed = self._mix()
         except Exception as error:
             logger.warning("versions take turns: a step cannot compute several of them: %s", error)
+        if not all(self._of_all_workers(self._mixed is not None)):
+            self._mixed = None  # the workers of a model must call the same layers
+
+    def _of_all_workers(self, value: Any) -> list[Any]:
+        """The value of each worker that divides the model, in each of them."""
+        group = get_tp_group()
+        values = [value] * group.world_size
+        if group.world_size > 1:
+            torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+        return values
 
     def _mix(self) -> MixedModel:
         """A model of all slots. Raises an error if its hidden states differ from those of the models.
