@@ -26,7 +26,7 @@ from dora.runtime.control.failure_guard import IdleTimeout
 from dora.runtime.memory import explain_slow_store
 from dora.runtime.process import messages as m
 from dora.runtime.process.launcher import Launcher, make_launcher
-from dora.runtime.process.stream_workers import StorageProcess
+from dora.runtime.process.storage_process import StorageProcess
 from dora.runtime.process.supervisor import Supervisor
 from dora.runtime.process.worker_process import Worker, WorkerMessages, WorkerState
 from dora.runtime.recovery.journal_replay import PreviousRun

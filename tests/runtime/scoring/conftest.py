@@ -14,10 +14,11 @@ from tests.runtime.tiny import CHARACTERS, save_start, write_task
 from dora.config import load
 from dora.core.events import GroupScored, ScoringFailed
 from dora.core.types import GroupId, RequestId
+from dora.runtime.process.messages import RewardSpec
 from dora.runtime.process.supervisor import Supervisor
 from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.scoring.reward_manager import MAX_SILENCE_S, RewardManager, RewardTask
-from dora.runtime.scoring.reward_worker import RewardSpec, encode_prompt_row
+from dora.runtime.scoring.reward_worker import encode_prompt_row
 from dora.stream.run_stream import RunStream
 from dora.stream.sample_db import Trajectory
 

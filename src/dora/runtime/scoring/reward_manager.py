@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,12 @@ from dora.config.schema import Config
 from dora.core.events import GroupScored, ScoringFailed
 from dora.core.types import GroupId
 from dora.runtime.process import messages as m
-from dora.runtime.process.stream_workers import REPORT_INTERVAL_S, ConsumerSpec, run_consumer
 from dora.runtime.process.supervisor import Loss, Role, Slot, Supervisor
 from dora.runtime.process.worker_process import HEARTBEAT_S, Worker, WorkerState
 from dora.runtime.scoring.external import SERVICE, ExternalRewards
-from dora.runtime.scoring.reward_worker import REWARD, RewardSpec, RewardWorker
+from dora.runtime.scoring.reward_worker import REPORT_INTERVAL_S, REWARD, run_reward_worker
 from dora.stream.metadata import NO_TIMEOUT, BatchRequest
-from dora.stream.run_stream import RunStream, reward_consumer
+from dora.stream.run_stream import RunStream
 from dora.stream.sample_db import TokenIds
 
 MAX_SILENCE_S = 2.5 * HEARTBEAT_S  # of a worker whose call takes too long
@@ -135,10 +133,11 @@ class RewardWorkers:
             self._report(m.TaskFailed(failed, failure, failure))
 
     def restart(self, slot: Slot) -> None:
-        task = self._task
+        task, stream = self._task, self._stream
         name = f"{task.title} {slot.number}" if task.num_workers > 1 else task.title
         self._calls[slot] = _Call()
-        self._supervisor.start(slot, name, run_consumer, task.consumer(self._stream))
+        spec = m.RewardWorkerSpec(task.reward, stream.folder, task.batch_request, stream.storage.remote)
+        self._supervisor.start(slot, name, run_reward_worker, spec)
 
     def end(self) -> None:
         """Kill the workers."""
@@ -190,7 +189,7 @@ class RewardTask:
     thread that sends heartbeats from running.
     """
 
-    reward: RewardSpec
+    reward: m.RewardSpec
     timeout_s: float
     timeout_key: str
     weight: float = 1.0
@@ -234,23 +233,13 @@ class RewardTask:
             supervisor.messages,
         )
 
-    def consumer(self, stream: RunStream) -> ConsumerSpec:
-        """Its processes, as consumers of a stream."""
-        return ConsumerSpec(
-            reward_consumer(self.name),
-            stream.folder,
-            partial(RewardWorker, self.reward),
-            self.batch_request,
-            stream.storage.remote,
-        )
-
 
 def reward_tasks(
     config: Config, columns: tuple[str, ...] | None = None, missing: Mapping[str, str] | None = None
 ) -> list[RewardTask]:
     """The task of the section [reward], and one for each [[reward_task]].
 
-    `columns` are those of all datasets, `missing` as in `RewardSpec`.
+    `columns` are those of all datasets, `missing` as in `m.RewardSpec`.
     """
     given = columns, missing or {}
     model, reward = Path(config.model.path), config.reward
@@ -258,7 +247,7 @@ def reward_tasks(
     tasks = []
     if reward.function is not None:
         task = RewardTask(
-            RewardSpec(REWARD, reward.function, "reward.function", model, {}, *given),
+            m.RewardSpec(REWARD, reward.function, "reward.function", model, {}, *given),
             reward.timeout_s,
             "reward.timeout_s",
             num_workers=reward.num_workers,
@@ -271,7 +260,7 @@ def reward_tasks(
             UNLIMITED_ROWS if section.micro_batch_tokens else ONE_GROUP.max_rows
         )
         task = RewardTask(
-            RewardSpec(section.name, section.factory, f"{key}.class", model, section.options, *given),
+            m.RewardSpec(section.name, section.factory, f"{key}.class", model, section.options, *given),
             section.timeout_s,
             f"{key}.timeout_s",
             weight=section.weight,

@@ -17,12 +17,13 @@ from dora.core.events import GroupScored, ScoringFailed
 from dora.core.types import GroupId, RequestId
 from dora.errors import RunError, ServiceError, StorageFullError
 from dora.runtime.process import supervisor
-from dora.runtime.process.stream_workers import StorageProcess
+from dora.runtime.process.messages import RewardSpec
+from dora.runtime.process.storage_process import StorageProcess
 from dora.runtime.process.supervisor import Supervisor
 from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.scoring.external import ExternalRewards
 from dora.runtime.scoring.reward_manager import RewardManager, RewardTask
-from dora.runtime.scoring.reward_worker import REWARD, RewardSpec
+from dora.runtime.scoring.reward_worker import REWARD
 from dora.stream.client import StreamClient
 from dora.stream.run_stream import GroupReader, RunStream
 from dora.stream.sample_db import SampleStore, Trajectory
