@@ -38,7 +38,7 @@ from dora.runtime.rollout.partial_outputs import FILE_NAME
 from dora.runtime.rollout.prompts import PromptSource
 from dora.runtime.run_dir import SAMPLES
 from dora.runtime.run_setup import RunSetup
-from dora.runtime.sample_book import SampleBook
+from dora.runtime.sample_book import SampleBook, TaskRewards
 from dora.runtime.scoring.external import ExternalRewards
 from dora.runtime.scoring.reward_manager import RewardManager, RewardTask, reward_tasks
 from dora.runtime.scoring.reward_worker import encode_prompt_row
@@ -423,8 +423,9 @@ class ProcessExecutor:
         if not self.rewards.on_message(message):
             self.episodes.on_message(message)
 
-    def _report_score(self, event: events.GroupScored | events.ScoringFailed) -> None:
-        task_rewards = self.rewards.pop_task_rewards(event.group)
+    def _report_score(
+        self, event: events.GroupScored | events.ScoringFailed, task_rewards: TaskRewards
+    ) -> None:
         self.events.append(self.sample_book.record_scores(event, task_rewards))
 
     def _on_published(self, version: int, digest: str) -> None:

@@ -18,6 +18,7 @@ from dora.core.types import GroupId
 from dora.runtime.process import messages as m
 from dora.runtime.process.supervisor import Loss, Role, Slot, Supervisor
 from dora.runtime.process.worker_process import HEARTBEAT_S, Worker, WorkerState
+from dora.runtime.sample_book import TaskRewards
 from dora.runtime.scoring.external import SERVICE, ExternalRewards
 from dora.runtime.scoring.reward_worker import REPORT_INTERVAL_S, REWARD, run_reward_worker
 from dora.stream.metadata import NO_TIMEOUT, BatchRequest
@@ -221,18 +222,6 @@ class RewardTask:
             return self.timeout_s / 2
         return self.timeout_s if is_multi_node else NO_TIMEOUT
 
-    def external_rewards(self, stream: RunStream, supervisor: Supervisor) -> ExternalRewards:
-        """Leases the groups of an external task."""
-        return ExternalRewards(
-            self.name,
-            self.timeout_s,
-            self.timeout_key,
-            stream.folder,
-            self.reward.model,
-            supervisor.clock,
-            supervisor.messages,
-        )
-
 
 def reward_tasks(
     config: Config, columns: tuple[str, ...] | None = None, missing: Mapping[str, str] | None = None
@@ -280,18 +269,23 @@ class RewardManager:
         tasks: Sequence[RewardTask],
         stream: RunStream,
         supervisor: Supervisor,
-        report: Callable[[ScoringEvent], None],
+        report: Callable[[ScoringEvent, TaskRewards], None],
         notice: Callable[[str], None],
     ) -> None:
-        """Start the workers of `tasks`, which the stream has as consumers. `report` gets the events."""
+        """Start the workers of `tasks`, which the stream has as consumers.
+
+        `report` gets each event, and the rewards of a scored group by task if there are several tasks.
+        """
         self._report = report
         self._stream, self._weights = stream, {task.name: task.weight for task in tasks}
         self._pending: dict[GroupId, tuple[bytes, Sequence[TokenIds]]] = {}  # arguments of `submit`
         self._completed: dict[GroupId, dict[str, tuple[float, ...]]] = {}  # by task, of pending groups
-        self._task_rewards: dict[GroupId, dict[str, tuple[float, ...]]] = {}
         self.first_failure = ""  # reason and traceback of the first group that could not be scored
+        driver = supervisor.clock, supervisor.messages
         self.external = {
-            task.name: task.external_rewards(stream, supervisor) for task in tasks if task.is_external
+            task.name: ExternalRewards(task.reward, task.timeout_s, task.timeout_key, stream.folder, *driver)
+            for task in tasks
+            if task.is_external
         }
         self._workers = [
             RewardWorkers(
@@ -301,10 +295,6 @@ class RewardManager:
             if not task.is_external
         ]
         self._scorers: list[RewardWorkers | ExternalRewards] = [*self._workers, *self.external.values()]
-
-    def pop_task_rewards(self, group: GroupId) -> dict[str, tuple[float, ...]]:
-        """The rewards of each task for a group just scored; empty with a single task. Returned once."""
-        return self._task_rewards.pop(group, {})
 
     def submit(self, group: GroupId, prompt_row: bytes, held_out: Sequence[TokenIds] = ()) -> None:
         """Have all tasks score a group; an event follows. Arguments as of `RunStream.request_scores`."""
@@ -369,16 +359,14 @@ class RewardManager:
                 reason = f"the weighted sum of rewards is {total}"
                 return self._on_failed(m.TaskFailed((group,), reason, ""))
         self._finish(group)
-        if len(self._weights) > 1:
-            self._task_rewards[group] = task_rewards
-        self._report(GroupScored(group, totals))
+        self._report(GroupScored(group, totals), task_rewards if len(self._weights) > 1 else {})
 
     def _on_failed(self, failure: m.TaskFailed) -> None:
         for group in failure.groups:
             if group in self._pending:  # else another task has failed the group already
                 self.first_failure = self.first_failure or f"{failure.reason}\n{failure.detail}"
                 self._finish(group)
-                self._report(ScoringFailed(group, failure.reason))
+                self._report(ScoringFailed(group, failure.reason), {})
 
     def _finish(self, group: GroupId) -> None:
         """Finish a group whose event is reported; the responses to held-out prompts are no longer needed."""
