@@ -294,7 +294,7 @@ def test_what_checks_a_configuration_or_rewards_loads_no_torch(module: str) -> N
     "module",
     [
         "dora.runtime.process.ray_actor",
-        "dora.runtime.process.stream_workers",
+        "dora.runtime.process.storage_process",
         "dora.runtime.scoring.reward_worker",
     ],
 )

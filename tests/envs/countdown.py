@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dora.core.types import RequestId
 from dora.envs.base import Environment, Observation, Step
-from dora.envs.runner import EnvReply, EnvRunner, EpisodeLimits, TextCodec
+from dora.envs.episode import (
+    EpisodeEnded,
+    EpisodeId,
+    EpisodeObservation,
+    EpisodeReply,
+    EpisodeStarted,
+    PolicyTurn,
+)
+from dora.envs.runner import EnvRunner, EpisodeLimits, TextCodec
 
 LIMITS = EpisodeLimits(max_prompt_length=8, max_turns=4, timeout_s=5.0)
 
@@ -72,32 +82,52 @@ def encode(observation: Observation) -> list[int]:
 CODEC = TextCodec(encode, lambda observation, _: encode(observation), lambda ids: "".join(map(chr, ids)))
 
 
+def episode_id(name: str) -> EpisodeId:
+    return EpisodeId(RequestId(0, 0, 0), int.from_bytes(name.encode()))
+
+
+def started(prompt: str, episode: str = "e") -> EpisodeStarted:
+    return EpisodeStarted(episode_id(episode), tuple(encode(prompt)))
+
+
+def observed(turn: int, observation: str, episode: str = "e") -> EpisodeObservation:
+    return EpisodeObservation(episode_id(episode), turn, tuple(encode(observation)))
+
+
+def ended(turn: int, reward: float, episode: str = "e") -> EpisodeEnded:
+    return EpisodeEnded(episode_id(episode), turn, reward)
+
+
 class RecordedRunner:
     """A runner with a queue of replies for each episode."""
 
     def __init__(self, make: Callable[[], Environment] = Countdown, limits: EpisodeLimits = LIMITS) -> None:
         self.runner = EnvRunner(make, limits, CODEC, self._receive)
-        self._replies: dict[str, asyncio.Queue[EnvReply]] = {}
+        self._replies: dict[EpisodeId, asyncio.Queue[EpisodeReply]] = defaultdict(asyncio.Queue)
+        self._num_turns = Counter[str]()
 
-    def _receive(self, episode: str, reply: EnvReply) -> None:
-        self._replies[episode].put_nowait(reply)
+    def _receive(self, reply: EpisodeReply) -> None:
+        self._replies[reply.episode].put_nowait(reply)
 
-    async def start(self, episode: str, number: int = 3) -> EnvReply:
-        self._replies[episode] = asyncio.Queue()
-        self.runner.start(episode, {"from": number}, seed=0)
-        return await self._replies[episode].get()
+    async def start(self, episode: str, number: int = 3) -> EpisodeReply:
+        self.runner.start(episode_id(episode), {"from": number}, seed=0)
+        return await self._replies[episode_id(episode)].get()
 
-    async def restore(self, episode: str, state: bytes) -> EnvReply:
-        self._replies[episode] = asyncio.Queue()
-        self.runner.restore(episode, state)
-        return await self._replies[episode].get()
+    async def restore(self, episode: str, state: bytes, prompt: str = "3:") -> EpisodeReply:
+        self.runner.restore(episode_id(episode), state, tuple(encode(prompt)))
+        return await self._replies[episode_id(episode)].get()
 
-    async def turn(self, episode: str, action: str = "-", num_left: int = 10) -> EnvReply:
-        self.runner.submit_turn(episode, encode(action), num_left)
-        return await self._replies[episode].get()
+    def submit(self, episode: str, action: str, num_left: int = 10) -> None:
+        number, self._num_turns[episode] = self._num_turns[episode], self._num_turns[episode] + 1
+        turn = PolicyTurn(episode_id(episode), number, encode(action), "stop", num_left)
+        self.runner.submit_turn(turn)
+
+    async def turn(self, episode: str, action: str = "-", num_left: int = 10) -> EpisodeReply:
+        self.submit(episode, action, num_left)
+        return await self._replies[episode_id(episode)].get()
 
     def has_no_reply(self, episode: str) -> bool:
-        return self._replies[episode].empty()
+        return self._replies[episode_id(episode)].empty()
 
 
 async def run_ready_tasks() -> None:
@@ -109,10 +139,10 @@ async def run_ready_tasks() -> None:
         await turn
 
 
-def run_episode(actions: Sequence[str], **options: Any) -> list[EnvReply]:
+def run_episode(actions: Sequence[str], **options: Any) -> list[EpisodeReply]:
     """The replies to one episode with these actions."""
 
-    async def run() -> list[EnvReply]:
+    async def run() -> list[EpisodeReply]:
         runner = RecordedRunner(**options)
         return [await runner.start("e"), *[await runner.turn("e", action) for action in actions]]
 

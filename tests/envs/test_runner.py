@@ -12,22 +12,25 @@ from tests.envs.countdown import (
     RecordedRunner,
     StoredCountdown,
     add_to,
-    encode,
+    ended,
+    episode_id,
+    observed,
     run_episode,
     run_ready_tasks,
+    started,
 )
 
 from dora.envs.base import Step
-from dora.envs.runner import EnvDone, EnvFailure, EnvObservation, EnvReset, EnvRestored
+from dora.envs.episode import EpisodeFailed, EpisodeObservation, EpisodeStarted
 
 
 def test_the_reward_of_an_episode_is_the_sum_of_its_steps() -> None:
     replies = run_episode(["-", "-", "-"])
     assert replies == [
-        EnvReset(encode("3:")),
-        EnvObservation(encode("2")),
-        EnvObservation(encode("1")),
-        EnvDone(3.0),
+        started("3:"),
+        observed(0, "2"),
+        observed(1, "1"),
+        ended(2, 3.0),
     ]
 
 
@@ -41,7 +44,7 @@ def test_rewards_are_summed_without_rounding_errors() -> None:
         runner = RecordedRunner(Sixths, replace(LIMITS, max_turns=6))
         await runner.start("e", number=6)
         replies = [await runner.turn("e") for _ in range(6)]
-        assert replies[-1] == EnvDone(1.0)
+        assert replies[-1] == ended(5, 1.0)
 
     asyncio.run(run())
 
@@ -49,15 +52,15 @@ def test_rewards_are_summed_without_rounding_errors() -> None:
 def test_an_episode_continues_from_its_state_in_another_process() -> None:
     async def run() -> None:
         runner = RecordedRunner(StoredCountdown)
-        started = await runner.start("e")
+        begun = await runner.start("e")
         first = await runner.turn("e")
-        assert isinstance(started, EnvReset)
-        assert isinstance(first, EnvObservation)
-        for state, num_left in ((started.state, 3), (first.state, 2)):
+        assert isinstance(begun, EpisodeStarted)
+        assert isinstance(first, EpisodeObservation)
+        for state, num_left in ((begun.state, 3), (first.state, 2)):
             other = RecordedRunner(StoredCountdown, replace(LIMITS, max_turns=3))
-            assert await other.restore("e", state) == EnvRestored()
+            assert await other.restore("e", state) == started("3:")
             replies = [await other.turn("e") for _ in range(num_left)]
-            assert replies[-1] == EnvDone(3.0)
+            assert replies[-1] == ended(num_left - 1, 3.0)
 
     asyncio.run(run())
 
@@ -69,10 +72,10 @@ def test_a_snapshot_that_is_too_large_or_is_not_there_fails_the_episode() -> Non
 
     async def run() -> None:
         failed = await RecordedRunner(Large).start("e")
-        assert isinstance(failed, EnvFailure)
+        assert isinstance(failed, EpisodeFailed)
         assert failed.reason == "environment snapshot has 1048577 bytes, more than 1048576: keep less state"
         failed = await RecordedRunner().restore("e", b'{"rewards": [], "snapshot": ""}')
-        assert isinstance(failed, EnvFailure)
+        assert isinstance(failed, EpisodeFailed)
         assert "environment has no method restore" in failed.reason
 
     asyncio.run(run())
@@ -82,12 +85,12 @@ def test_episodes_run_concurrently() -> None:
     async def run() -> None:
         runner = RecordedRunner()
         assert [await runner.start("a", 2), await runner.start("b", 1)] == [
-            EnvReset(encode("2:")),
-            EnvReset(encode("1:")),
+            started("2:", "a"),
+            started("1:", "b"),
         ]
-        assert await runner.turn("b") == EnvDone(1.0)
-        assert await runner.turn("a") == EnvObservation(encode("1"))
-        assert await runner.turn("a") == EnvDone(2.0)
+        assert await runner.turn("b") == ended(0, 1.0, "b")
+        assert await runner.turn("a") == observed(0, "1", "a")
+        assert await runner.turn("a") == ended(1, 2.0, "a")
 
     asyncio.run(run())
 
@@ -107,9 +110,9 @@ def test_an_environment_is_reused_for_the_next_episode() -> None:
 
 def test_an_episode_ends_after_max_turns() -> None:
     assert run_episode(["-", "-"], limits=replace(LIMITS, max_turns=2)) == [
-        EnvReset(encode("3:")),
-        EnvObservation(encode("2")),
-        EnvDone(2.0),
+        started("3:"),
+        observed(0, "2"),
+        ended(1, 2.0),
     ]
 
 
@@ -118,7 +121,7 @@ def test_an_episode_ends_when_no_tokens_are_left_for_a_turn(num_left: int) -> No
     async def run() -> None:
         runner = RecordedRunner()
         await runner.start("e")
-        assert await runner.turn("e", "-", num_left) == EnvDone(1.0)
+        assert await runner.turn("e", "-", num_left) == ended(0, 1.0)
 
     asyncio.run(run())
 
@@ -127,7 +130,7 @@ def test_an_observation_that_leaves_one_token_continues_the_episode() -> None:
     async def run() -> None:
         runner = RecordedRunner()
         await runner.start("e")
-        assert await runner.turn("e", "-", num_left=2) == EnvObservation(encode("2"))
+        assert await runner.turn("e", "-", num_left=2) == observed(0, "2")
 
     asyncio.run(run())
 
@@ -146,7 +149,7 @@ def test_an_observation_that_leaves_one_token_continues_the_episode() -> None:
 )
 def test_an_error_of_an_environment_fails_its_episode_by_name(action: str, reason: str, detail: str) -> None:
     reply = run_episode([action])[-1]
-    assert isinstance(reply, EnvFailure)
+    assert isinstance(reply, EpisodeFailed)
     assert reply.reason == reason
     assert detail in reply.detail
 
@@ -157,16 +160,16 @@ def test_a_call_that_takes_too_long_fails_only_its_episode() -> None:
         await runner.start("slow")
         await runner.start("other", 1)
         slow = await runner.turn("slow", "hang")
-        assert isinstance(slow, EnvFailure)
+        assert isinstance(slow, EpisodeFailed)
         assert slow.reason == "environment took longer than env.timeout_s = 0.05"
-        assert await runner.turn("other") == EnvDone(1.0)
+        assert await runner.turn("other") == ended(0, 1.0, "other")
 
     asyncio.run(run())
 
 
 def test_a_prompt_that_is_too_long_fails_its_episode() -> None:
     reply = run_episode([], limits=replace(LIMITS, max_prompt_length=1))[0]
-    assert isinstance(reply, EnvFailure)
+    assert isinstance(reply, EpisodeFailed)
     assert reply.reason == "environment prompt has 2 tokens, more than data.max_prompt_length = 1"
 
 
@@ -178,12 +181,12 @@ def test_an_environment_in_an_unknown_state_is_closed_and_not_reused() -> None:
         await runner.start("broken")
         await runner.turn("broken", "raise")
         await runner.start("cancelled")
-        runner.runner.submit_turn("cancelled", encode("hang"), 10)
+        runner.submit("cancelled", "hang")
         await run_ready_tasks()
-        runner.runner.cancel("cancelled")
+        runner.runner.cancel(episode_id("cancelled"))
         await run_ready_tasks()
         await runner.start("fresh", 1)
-        assert await runner.turn("fresh") == EnvDone(1.0)
+        assert await runner.turn("fresh") == ended(0, 1.0, "fresh")
         assert runner.has_no_reply("cancelled")
 
     asyncio.run(run())
@@ -200,13 +203,13 @@ def test_an_environment_that_cannot_be_closed_does_not_affect_other_episodes() -
         await runner.start("broken")
         await runner.start("cancelled")
         reply = await runner.turn("broken", "raise")
-        assert isinstance(reply, EnvFailure)
+        assert isinstance(reply, EpisodeFailed)
         assert reply.reason == "environment raised KeyError"
-        runner.runner.cancel("cancelled")
+        runner.runner.cancel(episode_id("cancelled"))
         await run_ready_tasks()
         await runner.start("fresh", 1)
-        assert await runner.turn("fresh") == EnvDone(1.0)
-        runner.runner.cancel("broken")  # has no effect
+        assert await runner.turn("fresh") == ended(0, 1.0, "fresh")
+        runner.runner.cancel(episode_id("broken"))  # has no effect
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(run())
@@ -217,11 +220,11 @@ def test_an_episode_cancelled_before_its_start_makes_no_environment() -> None:
 
     async def run() -> None:
         runner = RecordedRunner(lambda: add_to(made))
-        runner.runner.start("e", {"from": 1}, seed=0)
-        runner.runner.cancel("e")
+        runner.runner.start(episode_id("e"), {"from": 1}, seed=0)
+        runner.runner.cancel(episode_id("e"))
         await run_ready_tasks()
-        runner.runner.submit_turn("e", encode("-"), 10)  # ignored
-        runner.runner.cancel("e")
+        runner.submit("e", "-")  # ignored
+        runner.runner.cancel(episode_id("e"))
 
     asyncio.run(run())
     assert made == []

@@ -19,7 +19,7 @@ from tests.service.fake_run import FakeRun, serve
 
 from dora import api
 from dora.core.types import RequestId
-from dora.runtime.rollout.episodes import EpisodeEnded, EpisodeId, PolicyTurn
+from dora.envs.episode import EpisodeEnded, EpisodeId, PolicyTurn
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 READING = ("dora audit", "dora why", "dora replay", "dora report", "dora trace")

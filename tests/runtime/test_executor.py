@@ -16,9 +16,9 @@ from dora.config import load
 from dora.config.schema import Config
 from dora.core import actions, events
 from dora.core.types import GroupId, RequestId
+from dora.envs.episode import EpisodeId
 from dora.errors import RunError
 from dora.runtime.executor import ProcessExecutor
-from dora.runtime.rollout.episodes import EpisodeId
 from dora.runtime.run_setup import RunSetup
 from dora.stream.sample_db import Trajectory
 

@@ -21,6 +21,7 @@ from dora.core.actions import RejectDrain
 from dora.core.events import DrainRequested, EngineJoined, Event
 from dora.core.orchestrator import Orchestrator
 from dora.core.types import GroupId
+from dora.envs.episode import EpisodeReply, PolicyTurn
 from dora.errors import ServiceError
 from dora.metrics.rollout import EngineUsage, MigrationMetrics
 from dora.metrics.run import RunMetrics
@@ -28,7 +29,6 @@ from dora.runtime.control.requests import RequestQueue, RunEnd
 from dora.runtime.process.supervisor import DriverClock
 from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.rollout.agent_sessions import AgentSessions
-from dora.runtime.rollout.episodes import EpisodeReply, PolicyTurn
 from dora.runtime.rollout.prompts import PromptSource
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.scoring.external import ExternalRewards

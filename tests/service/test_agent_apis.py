@@ -13,15 +13,9 @@ from tests.service.fake_run import TOKEN, FakeRun, error_message
 
 from dora.core.types import RequestId
 from dora.data.tokenizer import save_bpe_tokenizer
+from dora.envs.episode import EpisodeBranched, EpisodeId, EpisodeObservation, EpisodeStarted, PolicyTurn
 from dora.model.pretrained import save_pretrained
 from dora.model.weights import initial_weights
-from dora.runtime.rollout.episodes import (
-    EpisodeBranched,
-    EpisodeId,
-    EpisodeObservation,
-    EpisodeStarted,
-    PolicyTurn,
-)
 
 EPISODE = EpisodeId(RequestId(0, 3, 1), 0)
 OPENAI, ANTHROPIC = "/s/a/v1/chat/completions", "/s/a/v1/messages"

@@ -24,7 +24,7 @@ from tests.service.test_agent_apis import (
     make_run,
 )
 
-from dora.runtime.rollout.episodes import EpisodeObservation, EpisodeReply, PolicyTurn
+from dora.envs.episode import EpisodeObservation, EpisodeReply, PolicyTurn
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.service.fake_run import FakeRun, serve
 from tests.service.test_agent_apis import make_run
 from tests.service.test_agent_clients import address, model
 
-from dora.runtime.rollout.episodes import EpisodeBranched, EpisodeObservation, EpisodeStarted
+from dora.envs.episode import EpisodeBranched, EpisodeObservation, EpisodeStarted
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
 PYTHON = os.environ.get("AGENTS_PYTHON", sys.executable)  # that has the frameworks

@@ -11,8 +11,7 @@ import pytest
 from tests.service.fake_run import FakeRun, disconnect_after, error_message
 
 from dora.core.types import RequestId
-from dora.runtime.rollout.agent_sessions import ChatMessage, TurnRequest
-from dora.runtime.rollout.episodes import (
+from dora.envs.episode import (
     EpisodeBranched,
     EpisodeEnded,
     EpisodeFailed,
@@ -21,6 +20,7 @@ from dora.runtime.rollout.episodes import (
     EpisodeStarted,
     PolicyTurn,
 )
+from dora.runtime.rollout.agent_sessions import ChatMessage, TurnRequest
 from dora.service import agents
 
 EPISODE = EpisodeId(RequestId(0, 3, 1), 0)

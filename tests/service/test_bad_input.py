@@ -35,8 +35,7 @@ from tests.service.test_agent_clients import address
 
 from dora.core.types import RequestId
 from dora.data.tool_calls import MAX_DEPTH
-from dora.runtime.rollout.agent_sessions import ChatMessage, TurnRequest
-from dora.runtime.rollout.episodes import (
+from dora.envs.episode import (
     EpisodeBranched,
     EpisodeEnded,
     EpisodeFailed,
@@ -45,6 +44,7 @@ from dora.runtime.rollout.episodes import (
     EpisodeStarted,
     PolicyTurn,
 )
+from dora.runtime.rollout.agent_sessions import ChatMessage, TurnRequest
 from dora.service import connections
 from dora.service.server import WebGateway, make_app
 

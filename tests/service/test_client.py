@@ -18,8 +18,8 @@ import pytest
 from tests.service.fake_run import TOKEN, FakeRun, serve
 
 from dora.core.types import RequestId
+from dora.envs.episode import EpisodeEnded, EpisodeId, PolicyTurn
 from dora.errors import InputError, ServiceError
-from dora.runtime.rollout.episodes import EpisodeEnded, EpisodeId, PolicyTurn
 from dora.service.client import Address, ApiCall, AsyncClient, Client, _RetryLoop
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,7 +101,9 @@ class RecordingPool:
 
 def test_a_pause_is_sent_to_each_engine_once(run: FakeRun) -> None:
     pool, executor = RecordingPool(), ProcessExecutor.__new__(ProcessExecutor)
-    vars(executor).update(engine_pool=pool, is_paused=False)
+    folders = {"stream_folder": Path(), "weights": SimpleNamespace(folder=Path())}
+    others = {"prompts": None, "episode_runner": None, "rewards": SimpleNamespace(external={})}
+    vars(executor).update(engine_pool=pool, is_paused=False, **folders, **others)
     live = LiveRun(run.setup, executor, run.orchestrator.snapshot, run.context.metrics, is_training=True)
     for _ in range(2):
         live.pause()

@@ -13,7 +13,7 @@ from tests.service.fake_run import RUN_END, FakeRun, serve
 
 from dora.core.types import RequestId
 from dora.data.gcd import chain
-from dora.runtime.rollout.episodes import (
+from dora.envs.episode import (
     EpisodeEnded,
     EpisodeId,
     EpisodeObservation,

@@ -49,9 +49,9 @@ class ExternalRun(FakeRun):
         store.folder.mkdir()
         self.stream = RunStream(store.folder / "stream", self.setup.limits.group_size, tasks={"reward": 60.0})
         model = Path(self.setup.config.model.path)
-        folder = self.stream.folder
+        function = m.RewardSpec("reward", "service", "reward.function", model)
         self.rewards = ExternalRewards(
-            "reward", 120.0, "reward.timeout_s", folder, model, DriverClock(), self.messages
+            function, 120.0, "reward.timeout_s", self.stream.folder, DriverClock(), self.messages
         )
         spec = self.setup.trainer_spec(store.folder, self.stream.folder)
         self.trainer = ExternalTrainer(spec, self.setup.limits.batch_size, self.messages)

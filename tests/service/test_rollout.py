@@ -18,8 +18,8 @@ import pytest
 from tests.service.fake_run import FakeRun, serve
 
 from dora.core.types import RequestId
+from dora.envs.episode import EpisodeEnded, EpisodeFailed, EpisodeId, EpisodeStarted, PolicyTurn
 from dora.errors import InputError
-from dora.runtime.rollout.episodes import EpisodeEnded, EpisodeFailed, EpisodeId, EpisodeStarted, PolicyTurn
 from dora.service import rollout
 from dora.service.client import Address
 from dora.service.rollout import Rollout, create_container, describe

@@ -129,7 +129,9 @@ def _call_rewards(setup: RunSetup) -> str:
     with tempfile.TemporaryDirectory(prefix="dora-") as folder:
         leases = {task.name: task.lease_s() for task in tasks}
         stream = RunStream(Path(folder) / "stream", 1, tasks=leases, held_out_size=1)
-        manager = RewardManager(tasks, stream, supervisor, events.append, lambda _: None)
+        manager = RewardManager(
+            tasks, stream, supervisor, lambda event, _: events.append(event), lambda _: None
+        )
         try:
             question = encode_prompt_row(dataset.prompt(0), dataset.fields(0))
             manager.submit(GroupId(-1, 0), question, [[]])  # a held-out group, which is not trained

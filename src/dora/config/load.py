@@ -23,10 +23,9 @@ from dora.config.hub import RepoType, commit_of, fetch, missing_snapshot_hint
 from dora.config.schema import (
     LIST_SECTIONS,
     Config,
-    EvalSourceSection,
     FleetSection,
+    NamedSource,
     RewardTaskSection,
-    SourceSection,
     iter_keys,
     iter_sections,
 )
@@ -48,7 +47,7 @@ HAS_REVISION = ("model", "data", "eval")  # sections
 POLICY_KEYS = ("max_staleness", "batches_per_version", "ablations")  # they belong to one update policy
 
 
-SourceT = TypeVar("SourceT", SourceSection, EvalSourceSection)
+SourceT = TypeVar("SourceT", bound=NamedSource)
 
 
 class Override(NamedTuple):

@@ -117,15 +117,13 @@ class DataSection(Section):
     """Shuffle the prompts in every epoch, in an order fixed by run.seed."""
 
 
-class SourceSection(Section):
-    """One of several datasets of training prompts. The column `source` has its name, for reward functions."""
+class NamedSource(Section):
+    """One of several datasets. The column `source` has its name, for reward functions."""
 
     name: TableName
     """Name in metrics and in the column `source` (name)."""
     path: str
     """As data.path, without "service" (path)."""
-    ratio: float = Field(default=1.0, gt=0)
-    """Share of the groups, relative to the other sources (no unit)."""
     split: str | None = Field(default=None, min_length=1)
     """As data.split (name)."""
     revision: str | None = Field(default=None, min_length=1)
@@ -136,21 +134,15 @@ class SourceSection(Section):
     """As data.prompt_key (name). Unset: data.prompt_key."""
 
 
-class EvalSourceSection(Section):
-    """One of several datasets of held-out prompts. The column `source` has its name, as in [[source]]."""
+class SourceSection(NamedSource):
+    """One of several datasets of training prompts. The column `source` has its name, for reward functions."""
 
-    name: TableName
-    """Name in metrics and in the column `source` (name)."""
-    path: str
-    """As eval.path (path)."""
-    split: str | None = Field(default=None, min_length=1)
-    """As eval.split (name)."""
-    revision: str | None = Field(default=None, min_length=1)
-    """As data.revision (name)."""
-    subset: str | None = Field(default=None, min_length=1)
-    """As data.subset (name)."""
-    prompt_key: str | None = Field(default=None, min_length=1)
-    """As data.prompt_key (name). Unset: data.prompt_key."""
+    ratio: float = Field(default=1.0, gt=0)
+    """Share of the groups, relative to the other sources (no unit)."""
+
+
+class EvalSourceSection(NamedSource):
+    """One of several datasets of held-out prompts. The column `source` has its name, as in [[source]]."""
 
 
 class CurriculumSection(Section):

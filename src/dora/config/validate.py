@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from dora.config.schema import BREAKS_C1, FIXED_STALENESS, Config, EvalSourceSection, SourceSection
+from dora.config.schema import BREAKS_C1, FIXED_STALENESS, Config, NamedSource
 from dora.errors import ConfigError
 from dora.trainer import recipe
 
@@ -83,7 +83,7 @@ def _check_sources(config: Config) -> None:
             )
 
 
-def _check_table(table: str, source: SourceSection | EvalSourceSection, names: list[str]) -> None:
+def _check_table(table: str, source: NamedSource, names: list[str]) -> None:
     if names.count(source.name) > 1:
         raise ConfigError(f"{table}.{source.name} is there twice; give each [[{table}]] a name of its own")
     given = source.model_fields_set & {"prompt_key", *_OF_FOLDER}

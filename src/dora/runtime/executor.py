@@ -10,7 +10,7 @@ import contextlib
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from dora.runtime.control.failure_guard import IdleTimeout
 from dora.runtime.memory import explain_slow_store
 from dora.runtime.process import messages as m
 from dora.runtime.process.launcher import Launcher, make_launcher
-from dora.runtime.process.stream_workers import StorageProcess
+from dora.runtime.process.storage_process import StorageProcess
 from dora.runtime.process.supervisor import Supervisor
 from dora.runtime.process.worker_process import Worker, WorkerMessages, WorkerState
 from dora.runtime.recovery.journal_replay import PreviousRun
@@ -38,7 +38,7 @@ from dora.runtime.rollout.partial_outputs import FILE_NAME
 from dora.runtime.rollout.prompts import PromptSource
 from dora.runtime.run_dir import SAMPLES
 from dora.runtime.run_setup import RunSetup
-from dora.runtime.sample_book import SampleBook
+from dora.runtime.sample_book import SampleBook, TaskRewards
 from dora.runtime.scoring.external import ExternalRewards
 from dora.runtime.scoring.reward_manager import RewardManager, RewardTask, reward_tasks
 from dora.runtime.scoring.reward_worker import encode_prompt_row
@@ -359,20 +359,6 @@ class ProcessExecutor:
         """See `EngineControl`."""
         return self._drain_rejections.get(engine)
 
-    def pause(self, engines: Iterable[int]) -> None:
-        """Deliver no events and pause decoding on these engines. Workers' deadlines still apply."""
-        if not self.is_paused:
-            self.is_paused = True
-            for engine in engines:
-                self.engine_pool.pause_unreported(engine)
-
-    def resume(self, engines: Iterable[int]) -> None:
-        """End a pause."""
-        if self.is_paused:
-            self.is_paused = False
-            for engine in engines:
-                self.engine_pool.send(engine, m.ResumeDecoding())
-
     def awaited_inputs(self) -> list[str]:
         """External inputs for which the run waits or may have to wait."""
         inputs = []
@@ -437,8 +423,9 @@ class ProcessExecutor:
         if not self.rewards.on_message(message):
             self.episodes.on_message(message)
 
-    def _report_score(self, event: events.GroupScored | events.ScoringFailed) -> None:
-        task_rewards = self.rewards.pop_task_rewards(event.group)
+    def _report_score(
+        self, event: events.GroupScored | events.ScoringFailed, task_rewards: TaskRewards
+    ) -> None:
         self.events.append(self.sample_book.record_scores(event, task_rewards))
 
     def _on_published(self, version: int, digest: str) -> None:
@@ -464,6 +451,12 @@ class LiveRun:
     metrics: RunMetrics
     is_training: bool = False  # the orchestrator runs: engines may be added and drained
 
+    def __post_init__(self) -> None:
+        self.engines = executor = self.executor
+        self.prompts, self.agent_sessions = executor.prompts, executor.agent_sessions
+        self.stream_dir, self.weights_dir = executor.stream_folder, executor.weights.folder
+        self.external_rewards: Mapping[str, ExternalRewards] = executor.rewards.external
+
     @property
     def is_paused(self) -> bool:
         return self.executor.is_paused
@@ -473,33 +466,9 @@ class LiveRun:
         return self.executor.now
 
     @property
-    def stream_dir(self) -> Path:
-        return self.executor.stream_folder
-
-    @property
-    def weights_dir(self) -> Path:
-        return self.executor.weights.folder
-
-    @property
-    def agent_sessions(self) -> AgentSessions | None:
-        return self.executor.agent_sessions
-
-    @property
     def external_trainer(self) -> ExternalTrainer | None:
         trainer = self.executor.trainer
         return trainer if isinstance(trainer, ExternalTrainer) else None
-
-    @property
-    def external_rewards(self) -> Mapping[str, ExternalRewards]:
-        return self.executor.rewards.external
-
-    @property
-    def prompts(self) -> PromptSource:
-        return self.executor.prompts
-
-    @property
-    def engines(self) -> ProcessExecutor:
-        return self.executor
 
     def check_training(self) -> None:
         """Raises ServiceError while the run starts, saves or ends."""
@@ -514,12 +483,21 @@ class LiveRun:
         return self.executor.awaited_inputs()
 
     def pause(self) -> None:
-        """Pause the whole run; a training step in progress finishes. Raises ServiceError unless it trains."""
+        """Pause the whole run: deliver no events, and pause decoding. A training step in progress finishes,
+        and workers' deadlines still apply. Raises ServiceError unless the run trains.
+        """
         self.check_training()
-        self.executor.pause(self._decoding_engines())
+        if not self.executor.is_paused:
+            self.executor.is_paused = True
+            for engine in self._decoding_engines():
+                self.executor.engine_pool.pause_unreported(engine)
 
     def resume(self) -> None:
-        self.executor.resume(self._decoding_engines())
+        """End a pause."""
+        if self.executor.is_paused:
+            self.executor.is_paused = False
+            for engine in self._decoding_engines():
+                self.executor.engine_pool.send(engine, m.ResumeDecoding())
 
     def _decoding_engines(self) -> list[int]:
         """Engines that the orchestrator has not paused itself; the set does not change during a pause."""

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import psutil
 
-from dora.config.schema import Config, DataSection, EvalSection, EvalSourceSection, SourceSection
+from dora.config.schema import Config, DataSection, EvalSection, NamedSource
 from dora.config.validate import check_context
 from dora.core.types import AdaptiveStalenessRule, CurriculumRule, EvaluationRule, GroupId, Limits, RequestId
 from dora.data import gcd
@@ -270,7 +270,7 @@ class BuiltInTask(NamedTuple):
 def _mixed(
     config: Config,
     table: str,
-    sources: Sequence[SourceSection | EvalSourceSection],
+    sources: Sequence[NamedSource],
     built_in: BuiltInTask,
 ) -> MixedDataset:
     parts = {}
@@ -283,7 +283,7 @@ def _mixed(
 
 def _read(
     config: Config,
-    section: DataSection | EvalSection | SourceSection | EvalSourceSection,
+    section: DataSection | EvalSection | NamedSource,
     prompt_key: str,
     built_in: BuiltInTask,
 ) -> Dataset:

@@ -17,6 +17,7 @@ import pytest
 from dora.core.types import GroupId, RequestId
 from dora.engine.decode_batch import PartialOutput
 from dora.runtime.process import messages
+from dora.stream.metadata import BatchRequest
 from dora.trainer.critic import CriticSettings
 from dora.trainer.trainer import TrainerSettings
 from dora.weights.store import RemoteVersionSource
@@ -27,6 +28,7 @@ MESSAGES = [
     if kind.__module__ == messages.__name__
 ]
 NAMES = vars(messages) | {  # messages.py imports these under TYPE_CHECKING
+    "BatchRequest": BatchRequest,
     "CriticSettings": CriticSettings,
     "PartialOutput": PartialOutput,
     "TrainerSettings": TrainerSettings,

@@ -12,11 +12,7 @@ from tests.runtime.tiny import write_task
 
 from dora.config import load
 from dora.core.types import RequestId
-from dora.errors import EnvError, InputError
-from dora.runtime.process.supervisor import MAX_GAP_S, Supervisor
-from dora.runtime.process.worker_process import WorkerMessages
-from dora.runtime.rollout.env_pool import EnvPool, HostUnreachable, try_environment
-from dora.runtime.rollout.episodes import (
+from dora.envs.episode import (
     EpisodeEnded,
     EpisodeFailed,
     EpisodeId,
@@ -25,6 +21,10 @@ from dora.runtime.rollout.episodes import (
     EpisodeStarted,
     PolicyTurn,
 )
+from dora.errors import EnvError, InputError
+from dora.runtime.process.supervisor import MAX_GAP_S, Supervisor
+from dora.runtime.process.worker_process import WorkerMessages
+from dora.runtime.rollout.env_pool import EnvPool, HostUnreachable, try_environment
 from dora.runtime.rollout.partial_outputs import SavedEpisode
 from dora.runtime.run_setup import RunSetup
 
@@ -128,7 +128,9 @@ def test_an_episode_is_restored_in_a_worker(tmp_path: Path) -> None:
 def test_an_exception_fails_one_episode_and_an_exit_all_episodes_of_the_process(driver: Driver) -> None:
     raising, exiting, other = (driver.start(sibling) for sibling in range(3))
     driver.turn(raising, 0, "r")
-    assert driver.next_reply() == EpisodeFailed(raising, "environment raised KeyError")
+    failed = driver.next_reply()
+    assert isinstance(failed, EpisodeFailed)
+    assert (failed.episode, failed.reason) == (raising, "environment raised KeyError")
     driver.pool.release(raising)
     assert "nothing there" in driver.notices[0]
     driver.turn(exiting, 0, "x")

@@ -18,21 +18,21 @@ from dora.core.types import Branch, Chunk, GroupId, RequestId
 from dora.engine.decode_batch import NUM_LOGPROBS
 from dora.engine.messages import OutputPart, TurnFinished
 from dora.engine.request import Request
-from dora.metrics.rollout import NO_USAGE
-from dora.runtime.process import messages as m
-from dora.runtime.process.supervisor import DriverClock
-from dora.runtime.rollout.engine_pool import EnginePool
-from dora.runtime.rollout.episodes import (
+from dora.envs.episode import (
     EpisodeBranched,
     EpisodeEnded,
     EpisodeFailed,
     EpisodeId,
     EpisodeObservation,
     EpisodeReply,
-    Episodes,
     EpisodeStarted,
     PolicyTurn,
 )
+from dora.metrics.rollout import NO_USAGE
+from dora.runtime.process import messages as m
+from dora.runtime.process.supervisor import DriverClock
+from dora.runtime.rollout.engine_pool import EnginePool
+from dora.runtime.rollout.episodes import Episodes
 from dora.runtime.rollout.partial_outputs import FILE_NAME, PartialOutputs, SavedEpisode
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook

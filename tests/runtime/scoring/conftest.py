@@ -14,10 +14,12 @@ from tests.runtime.tiny import CHARACTERS, save_start, write_task
 from dora.config import load
 from dora.core.events import GroupScored, ScoringFailed
 from dora.core.types import GroupId, RequestId
+from dora.runtime.process.messages import RewardSpec
 from dora.runtime.process.supervisor import Supervisor
 from dora.runtime.process.worker_process import WorkerMessages
+from dora.runtime.sample_book import TaskRewards
 from dora.runtime.scoring.reward_manager import MAX_SILENCE_S, RewardManager, RewardTask
-from dora.runtime.scoring.reward_worker import RewardSpec, encode_prompt_row
+from dora.runtime.scoring.reward_worker import encode_prompt_row
 from dora.stream.run_stream import RunStream
 from dora.stream.sample_db import Trajectory
 
@@ -89,9 +91,10 @@ class RewardBench:
         self.num_workers = sum(task.num_workers for task in tasks)
         leases = {task.name: task.lease_s() for task in tasks}
         self.stream = RunStream(self.folder / "stream", 2, tasks=leases, held_out_size=3, host=host)
-        self.manager = RewardManager(
-            tasks, self.stream, self.supervisor, self.events.append, self.notices.append
-        )
+        self.manager = RewardManager(tasks, self.stream, self.supervisor, self._on_score, self.notices.append)
+
+    def _on_score(self, event: GroupScored | ScoringFailed, task_rewards: TaskRewards) -> None:
+        self.events.append(event)
 
     def submit(self, row: int, version: int = 0, **columns: Any) -> GroupId:
         """Submit a group whose responses have one and two characters."""

@@ -9,9 +9,9 @@ from tests.runtime.scoring.conftest import RewardBench
 
 from dora.core.events import GroupScored, ScoringFailed
 from dora.errors import ServiceError
+from dora.runtime.process.messages import RewardSpec
 from dora.runtime.scoring.external import ExternalRewards, LeasedGroup
 from dora.runtime.scoring.reward_manager import RewardTask
-from dora.runtime.scoring.reward_worker import RewardSpec
 
 
 def external_task(

@@ -18,14 +18,13 @@ from dora.core.events import GroupScored, ScoringFailed
 from dora.core.types import GroupId
 from dora.errors import InputError, RunError
 from dora.runtime.process import messages as m
-from dora.runtime.process.stream_workers import TaskReporter
 from dora.runtime.process.worker_process import WorkerOutbox
 from dora.runtime.scoring.reward_manager import (
     UNLIMITED_ROWS,
     RewardTask,
     reward_tasks,
 )
-from dora.runtime.scoring.reward_worker import RewardSpec, encode_prompt_row
+from dora.runtime.scoring.reward_worker import RewardWorker, encode_prompt_row
 from dora.stream.metadata import BatchRequest
 
 MAX_RESTARTS = 3  # the default of runtime.max_restarts
@@ -201,7 +200,7 @@ def test_a_closed_stream_fails_the_run(bench: RewardBench) -> None:
 
 
 def test_leases_expire_only_where_the_end_of_a_worker_may_be_missed() -> None:
-    spec = RewardSpec("reward", "exact_match", "reward.function", Path())
+    spec = m.RewardSpec("reward", "exact_match", "reward.function", Path())
     task = RewardTask(spec, 60.0, "reward.timeout_s")
     assert (task.lease_s(), task.lease_s(is_multi_node=True)) == (math.inf, 60.0)
 
@@ -216,11 +215,13 @@ def test_the_first_rewards_of_a_task_count(bench: RewardBench) -> None:
     assert bench.wait_for(1) == [GroupScored(group, (10.0, 10.0))]
 
 
-def test_fast_calls_share_a_report() -> None:
+def test_fast_calls_share_a_report(bench: RewardBench) -> None:
     """A report restarts the timeout of a call; one for each response would cost more than the response."""
+    bench.open(bench.task())
     sent: list[object] = []
-    reporter = TaskReporter("reward", cast(WorkerOutbox, SimpleNamespace(send=sent.append)))
-    reporter.start((GroupId(0, 1),))
+    spec = m.RewardWorkerSpec(bench.task().reward, bench.folder, BatchRequest())
+    worker = RewardWorker(spec, cast(WorkerOutbox, SimpleNamespace(send=sent.append)))
+    worker.report((GroupId(0, 1),))
     for _ in range(8):
-        reporter.restart_timeout()
+        worker.restart_timeout()
     assert sent == [m.TaskStarted((GroupId(0, 1),))]

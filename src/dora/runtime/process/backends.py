@@ -34,11 +34,6 @@ BUILT_IN = {
     "transformers": "dora.engine.backends.transformers_engine:Transformers",
 }
 ENGINE_ARGUMENTS = ("model", "max_rows", "max_context", "version_slots", "device", "dtype")
-INFLIGHT_UPDATE = "inflight_update"  # one more argument, under policies that break C1
-POOL = "pool"  # one more argument, for engines that migrate requests with their KV
-HOST = "host"  # one more argument, for engines that migrate requests between machines
-NUM_GPUS = "num_gpus"  # one more argument, with several GPUs for each engine
-IMAGES = "images"  # one more argument, for engines that read images
 
 
 def check_backends(config: Config) -> None:
@@ -70,20 +65,9 @@ def make_engine(spec: EngineSpec) -> InferenceEngine:
 
     assert spec.backend is not None
     factory: Any = _load_engine(spec.backend, "engine.backend")  # untyped, because its options are its own
-    engine: InferenceEngine = factory(
-        model=str(spec.model),
-        max_rows=spec.max_rows,
-        max_context=spec.max_context,
-        version_slots=spec.version_slots,
-        device=spec.device,
-        dtype=spec.dtype,
-        **({} if spec.inflight_update is None else {INFLIGHT_UPDATE: spec.inflight_update}),
-        **({POOL: spec.pool} if _takes_pool(factory) else {}),
-        **({HOST: spec.host} if _takes_host(factory) else {}),
-        **({} if spec.num_gpus == 1 else {NUM_GPUS: spec.num_gpus}),
-        **({IMAGES: spec.images} if factory.capabilities.images else {}),
-        **(spec.backend_options or {}),
-    )
+    names = _own_arguments(factory, spec.inflight_update is not None, spec.num_gpus)
+    own = {name: getattr(spec, name) for name in names} | {"model": str(spec.model)}
+    engine: InferenceEngine = factory(**own, **(spec.backend_options or {}))
     if spec.host is not None and isinstance(engine, MigratesBetweenMachines):
         engine.connect(RemoteKVTransport(spec.broker).open_handoff, time.time)
     return engine
@@ -133,15 +117,10 @@ def _check_engine(config: Config, kind: EngineKind, backend: str) -> None:
 
 def _check_arguments(config: Config, kind: EngineKind, factory: InferenceFactory, setting: str) -> None:
     """Raises ConfigError if the class does not take the arguments of `make_engine`."""
-    own_names = {*ENGINE_ARGUMENTS, INFLIGHT_UPDATE, POOL, IMAGES}
-    if repeated := kind.options.keys() & (own_names | ({HOST} if _takes_host(factory) else set())):
+    own = dict.fromkeys(_own_arguments(factory, config.breaks_c1, config.engine.gpus_per_engine))
+    if repeated := kind.options.keys() & {*own, "inflight_update", "pool", "images"}:
         raise ConfigError(f"{setting}: DORA-RL sets {min(repeated)} itself; remove it")
-    call = signature(factory)
-    own = dict.fromkeys((*ENGINE_ARGUMENTS, INFLIGHT_UPDATE) if config.breaks_c1 else ENGINE_ARGUMENTS)
-    own |= {POOL: None} if _takes_pool(factory) else {}
-    own |= {HOST: None} if _takes_host(factory) else {}
-    own |= {IMAGES: None} if factory.capabilities.images else {}
-    given = {**own, **kind.options}
+    call, given = signature(factory), {**own, **kind.options}
     for bind, arguments, remedy in (
         (call.bind_partial, own, "a backend takes the keywords of dora.engine.interface.InferenceFactory"),
         (call.bind_partial, given, "remove it"),
@@ -153,14 +132,17 @@ def _check_arguments(config: Config, kind: EngineKind, factory: InferenceFactory
             raise ConfigError(f"{setting} {error}; {remedy}") from error
 
 
-def _takes_pool(factory: InferenceFactory) -> bool:
-    """Whether the requests of an engine migrate with their KV, through what DORA-RL gives it."""
-    return factory.capabilities.kv_transfer and POOL in signature(factory).parameters
-
-
-def _takes_host(factory: InferenceFactory) -> bool:
-    """Whether the engines migrate requests between machines, and others reach them at `host`."""
-    return hasattr(factory, "connect") and HOST in signature(factory).parameters
+def _own_arguments(factory: InferenceFactory, updates_inflight: bool, num_gpus: int) -> list[str]:
+    """The fields of `EngineSpec` that a class of engines gets as arguments."""
+    taken, has = signature(factory).parameters, factory.capabilities
+    optional = {
+        "inflight_update": updates_inflight,
+        "pool": has.kv_transfer and "pool" in taken,  # requests migrate with their KV, through what it gets
+        "host": hasattr(factory, "connect") and "host" in taken,  # requests migrate between machines
+        "num_gpus": num_gpus > 1,
+        "images": has.images,
+    }
+    return [*ENGINE_ARGUMENTS, *(name for name, is_given in optional.items() if is_given)]
 
 
 def _load_engine(name: str, key: str) -> InferenceFactory:

@@ -30,6 +30,7 @@ from dora.trainer.advantage import AdvantageSettings
 
 if TYPE_CHECKING:
     from dora.engine.decode_batch import PartialOutput
+    from dora.stream.metadata import BatchRequest
     from dora.trainer.critic import CriticSettings
     from dora.trainer.trainer import TrainerSettings
     from dora.weights.store import RemoteVersionSource
@@ -127,6 +128,33 @@ class AuxWorkerSpec:
     column: str
     trainer: TrainerSpec
     device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """A reward function or class: the value `function` of the setting `key`, with `options` for a class.
+
+    The tokenizer of the folder `model` decodes responses. `columns` are those of all datasets; None: unknown.
+    `missing` maps each other column to a dataset without it.
+    """
+
+    name: str  # of the reward task
+    function: str
+    key: str
+    model: Path
+    options: Mapping[str, object] = field(default_factory=dict)
+    columns: tuple[str, ...] | None = None
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RewardWorkerSpec:
+    """A reward worker, which scores groups of the sample stream."""
+
+    reward: RewardSpec
+    stream: Path
+    batch_request: BatchRequest
+    remote: CurveAddress | None = None  # of a stream on another machine
 
 
 # Messages to a worker
@@ -253,7 +281,7 @@ class WorkerReady:
     note: str = ""  # the kernels or server that it uses, for the log
     pool: Path | None = None  # the file of an engine's KV
     kv_address: CurveAddress | str | None = None  # where engines of other machines read that KV
-    client_id: str = ""  # of a consumer of the sample stream
+    client_id: str = ""  # of a reward worker in the sample stream
     remote: CurveAddress | None = None  # where other machines reach the sample stream
     continues_outputs: bool = False  # an engine continues the outputs of lost ones
 
@@ -383,14 +411,14 @@ class CheckpointFailed:
 
 @dataclass(frozen=True)
 class TaskStarted:
-    """A consumer works on these groups (none: it waits for rows); the timeout of its call starts again."""
+    """A reward worker scores these groups (none: it waits for rows); its call's timeout starts again."""
 
     groups: tuple[GroupId, ...]
 
 
 @dataclass(frozen=True)
 class TaskFailed:
-    """A task failed for these groups; `detail` is for the user."""
+    """These groups cannot be scored by a task; `detail` is for the user."""
 
     groups: tuple[GroupId, ...]
     reason: str
@@ -399,7 +427,7 @@ class TaskFailed:
 
 @dataclass(frozen=True)
 class TaskCompleted:
-    """A task is completed for these groups; the consumer waits for rows."""
+    """These groups are scored by a task; the reward worker waits for rows."""
 
     values: Mapping[GroupId, tuple[float, ...]]  # sibling by sibling
 

@@ -109,24 +109,14 @@ class RayLauncher:
         self._versions: dict[int, ray.ObjectRef] = {}  # in Ray's object store
         self._lock, self._is_closed = threading.Lock(), threading.Event()
         self.unconnected: set[RayProcess] = set()  # actors that have not called the driver yet
-        self._draining: frozenset[str] = frozenset()
-        self._num_free = 0
+        self.draining_nodes: frozenset[str] = frozenset()
+        self.num_free_slots = 0
         num_engines = sum(process.role == "engine" for process in processes)
         with _run_errors():
             self._reserve(processes)
             for _ in range((self._config.max_engines or 0) - num_engines):
                 self._add_group([engine_resources(config)])  # while it waits, an autoscaler adds a node
         threading.Thread(target=self._watch_nodes, name="ray-nodes", daemon=True).start()
-
-    @property
-    def draining_nodes(self) -> frozenset[str]:
-        """Nodes that Ray is draining."""
-        return self._draining
-
-    @property
-    def num_free_slots(self) -> int:
-        """How many more engines could start now."""
-        return self._num_free
 
     def start(self, name: str, target: Target, spec: Any) -> ProcessHandle:
         """See `Launcher`. Environment workers are forked: they reach other machines through `env.hosts`."""
@@ -155,7 +145,7 @@ class RayLauncher:
             reserved = [bundle for bundle in self._free if bundle.resources.role == "engine"]
         with _run_errors():
             nodes = gcs.state.available_resources_per_node()
-            free = [amounts for node, amounts in nodes.items() if node not in self._draining]
+            free = [amounts for node, amounts in nodes.items() if node not in self.draining_nodes]
             num_places = sum(map(self._is_usable, reserved)) + count_places(engine, free)
             if num_places >= num_engines or (self._spans_nodes and not _is_fixed(nodes.keys())):
                 return ""
@@ -292,16 +282,16 @@ class RayLauncher:
         """Whether the bundle is on a node that is alive and not draining."""
         nodes = placement_group_table(bundle.group).get("bundles_to_node_id", {})
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return nodes.get(bundle.index) in alive - self._draining
+        return nodes.get(bundle.index) in alive - self.draining_nodes
 
     def _watch_nodes(self) -> None:
         """Poll the state of the nodes until the run ends."""
         while not self._is_closed.wait(NODE_POLL_S):
             with contextlib.suppress(RayError, RuntimeError):
-                self._draining = frozenset(gcs.state.get_draining_nodes())
+                self.draining_nodes = frozenset(gcs.state.get_draining_nodes())
                 with self._lock:
                     free = [bundle for bundle in self._free if bundle.resources.role == "engine"]
-                self._num_free = sum(map(self._is_usable, free))
+                self.num_free_slots = sum(map(self._is_usable, free))
                 for process in [*self.unconnected]:
                     process.waiting_for = "" if self._is_usable(process.bundle) else "the cluster"
 
@@ -325,7 +315,7 @@ class RayProcess:
         self._store = WeightStore(spec.weights, spec.dtype) if isinstance(spec, EngineSpec) else None
         self._channel, address = launcher.listen()
         self._is_connected, self._has_exited = threading.Event(), threading.Event()
-        self._pid: int | None = None
+        self.pid: int | None = None
         self._node = driver.node
         options = {"name": name, "num_cpus": bundle.resources.cpus, "num_gpus": bundle.resources.gpus}
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(bundle.group, bundle.index)
@@ -347,16 +337,12 @@ class RayProcess:
         """The first message of a worker, which is not returned, names its process and node."""
         if not self._is_connected.is_set():
             try:
-                self._pid, self._node = self._channel.recv()
+                self.pid, self._node = self._channel.recv()
             finally:
                 self._launcher.unconnected.discard(self)
                 self.waiting_for = ""
                 self._is_connected.set()
         return self._channel.recv()
-
-    @property
-    def pid(self) -> int | None:
-        return self._pid
 
     @property
     def node(self) -> str:
@@ -368,7 +354,7 @@ class RayProcess:
 
     @property
     def exit_reason(self) -> str:
-        where = f"(pid {self._pid}, node {self._node[:8]}) " if self._pid else ""
+        where = f"(pid {self.pid}, node {self._node[:8]}) " if self.pid else ""
         return f"{where}exited: {self._ray_exit_reason()}"
 
     def kill(self) -> None:
@@ -376,9 +362,9 @@ class RayProcess:
 
         Waits for EXIT_TIMEOUT_S only.
         """
-        if self.is_alive and self._pid is not None and not self.node:
+        if self.is_alive and self.pid is not None and not self.node:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
+                os.kill(self.pid, signal.SIGKILL)
         if self._launcher.head.is_reachable:
             with contextlib.suppress(RayError):
                 ray.kill(self._actor)

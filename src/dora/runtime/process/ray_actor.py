@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from dora import __version__
 from dora.curve import CurveAddress
 from dora.errors import RunError
-from dora.runtime.process.messages import EngineSpec
+from dora.runtime.process.messages import EngineSpec, RewardWorkerSpec
 from dora.runtime.process.rpc import ChannelAddress, CurveChannel
-from dora.runtime.process.stream_workers import ConsumerSpec
 from dora.runtime.process.worker_process import Target, run_target
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class WorkerActor:
 
     def _localize(self, spec: Any, driver: DriverNode, is_driver_node: bool) -> Any:
         """The worker's spec with the paths and addresses of this node."""
-        if isinstance(spec, ConsumerSpec):
+        if isinstance(spec, RewardWorkerSpec):
             return replace(spec, remote=None) if is_driver_node else spec
         if not isinstance(spec, EngineSpec) or not driver.spans_nodes:
             return spec

@@ -12,15 +12,14 @@ import torch
 from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.model.attention import disable_cudnn_attention
-from dora.runtime.process.messages import AuxWorkerSpec, EngineSpec, TrainerSpec
-from dora.runtime.process.stream_workers import ConsumerSpec
+from dora.runtime.process.messages import AuxWorkerSpec, EngineSpec, RewardWorkerSpec, TrainerSpec
 from dora.stream.run_stream import StorageSpec
 
 ROUNDING = 1e-6  # 0.3 / 0.1 is less than 3
 _FOLLOWER = "trainer rank"  # one that may run on any node
 _ROLES = {
     EngineSpec: "engine",
-    ConsumerSpec: "reward worker",
+    RewardWorkerSpec: "reward worker",
     TrainerSpec: "trainer",
     AuxWorkerSpec: "trainer",
     StorageSpec: "storage",

@@ -22,10 +22,7 @@ import numpy as np
 from dora.config.schema import BREAKS_C1, Config
 from dora.core.types import Branch, RequestId
 from dora.data.tool_calls import ParsedTurn, Tool, ToolCall
-from dora.errors import ServiceError
-from dora.runtime.process.supervisor import DriverClock
-from dora.runtime.process.worker_process import WorkerMessages
-from dora.runtime.rollout.episodes import (
+from dora.envs.episode import (
     EpisodeBranched,
     EpisodeEnded,
     EpisodeFailed,
@@ -35,6 +32,9 @@ from dora.runtime.rollout.episodes import (
     EpisodeStarted,
     PolicyTurn,
 )
+from dora.errors import ServiceError
+from dora.runtime.process.supervisor import DriverClock
+from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.rollout.partial_outputs import SavedEpisode
 from dora.runtime.run_setup import RunSetup
 from dora.stream.sample_db import split_branches, tokens_before

@@ -17,30 +17,19 @@ from typing import Any
 from dora.auth_token import read_auth_token
 from dora.core.types import GroupId, RequestId
 from dora.envs.base import Environment
-from dora.envs.runner import (
-    EnvDone,
-    EnvFailure,
-    EnvObservation,
-    EnvReply,
-    EnvReset,
-    EnvRestored,
-    EnvRunner,
-    EpisodeLimits,
-    TextCodec,
-)
-from dora.errors import EnvError
-from dora.runtime.process.messages import WorkerReady
-from dora.runtime.process.supervisor import MAX_GAP_S, Loss, Role, Slot, Supervisor
-from dora.runtime.process.worker_process import Worker, WorkerInbox, WorkerMessages, WorkerOutbox
-from dora.runtime.rollout.episodes import (
+from dora.envs.episode import (
     EpisodeEnded,
     EpisodeFailed,
     EpisodeId,
-    EpisodeObservation,
     EpisodeReply,
     EpisodeStarted,
     PolicyTurn,
 )
+from dora.envs.runner import EnvRunner, EpisodeLimits, TextCodec
+from dora.errors import EnvError
+from dora.runtime.process.messages import WorkerReady
+from dora.runtime.process.supervisor import MAX_GAP_S, Loss, Role, Slot, Supervisor
+from dora.runtime.process.worker_process import Worker, WorkerInbox, WorkerMessages, WorkerOutbox
 from dora.runtime.rollout.partial_outputs import SavedEpisode
 from dora.runtime.run_setup import RunSetup
 
@@ -63,12 +52,12 @@ class EnvSpec:
 
 @dataclass(frozen=True)
 class StartEpisode:
-    """Reset an environment to a row of the dataset, or restore it to a `state`."""
+    """Reset an environment to a row of the dataset, or restore it if its episode is `saved`."""
 
     episode: EpisodeId
     row: Mapping[str, Any]
     seed: int
-    state: bytes = b""
+    saved: SavedEpisode | None
 
 
 @dataclass(frozen=True)
@@ -78,15 +67,7 @@ class CancelEpisode:
     episode: EpisodeId
 
 
-# from a worker to the driver
-
-
-@dataclass(frozen=True)
-class EnvWorkerReply:
-    """A reply of an episode's environment."""
-
-    episode: EpisodeId
-    reply: EnvReply
+# from a worker to the driver, with `EpisodeReply`
 
 
 @dataclass(frozen=True)
@@ -112,19 +93,16 @@ async def _run_episodes(
     limits: EpisodeLimits,
     codec: TextCodec,
 ) -> None:
-    def send(episode: EpisodeId, reply: EnvReply) -> None:
-        outbox.send(EnvWorkerReply(episode, reply))
-
-    runner = EnvRunner(make, limits, codec, send)
+    runner = EnvRunner(make, limits, codec, outbox.send)
     while True:
         for message in await asyncio.to_thread(lambda: list(inbox.receive(None))):
             match message:
-                case StartEpisode(episode, _, _, state) if state:
-                    runner.restore(episode, state)
-                case StartEpisode(episode, row, seed):
+                case StartEpisode(episode, row, seed, None):
                     runner.start(episode, row, seed)
+                case StartEpisode(episode, saved=SavedEpisode() as saved):
+                    runner.restore(episode, saved.state, saved.prompt_ids)
                 case PolicyTurn():
-                    runner.submit_turn(message.episode, message.token_ids, message.num_left)
+                    runner.submit_turn(message)
                 case CancelEpisode(episode):
                     runner.cancel(episode)
 
@@ -169,7 +147,6 @@ class EnvPool:
         """Start the workers. `notice` gets the first failure in full, and each unreachable host once."""
         self._setup, self._supervisor, self._notice = setup, supervisor, notice
         self._spec = env_spec(setup)
-        self._last_turns: dict[EpisodeId, int] = {}
         self._saved: dict[EpisodeId, SavedEpisode] = {}  # episodes that continue from a state
         self._has_failed = False
         self._unreachable: set[str] = set()
@@ -193,13 +170,11 @@ class EnvPool:
     def on_turn(self, turn: PolicyTurn) -> None:
         """Step the environment. If its worker has exited, the failure of the episode is already queued."""
         if (slot := self._slot_of(turn.episode)) is not None:
-            self._last_turns[turn.episode] = turn.number
             self._await(slot, turn.episode)
             slot.worker.send(replace(turn, logprobs=()))  # environments do not need them
 
     def release(self, episode: EpisodeId) -> None:
         """Cancel the episode in its worker."""
-        self._last_turns.pop(episode, None)
         self._saved.pop(episode, None)
         if (slot := self._slot_of(episode)) is not None:
             del self._episodes[slot][episode]
@@ -216,9 +191,9 @@ class EnvPool:
             case HostUnreachable(host, reason) if host not in self._unreachable:
                 self._unreachable.add(host)
                 self._notice(f"{host} of env.hosts is unreachable; skipping it (logged once): {reason}")
-            case EnvWorkerReply(episode, reply) if episode in episodes:
-                episodes[episode], slot.made_progress = None, True
-                self._forward(episode, reply)
+            case _ if isinstance(message, EpisodeReply) and message.episode in episodes:
+                episodes[message.episode], slot.made_progress = None, True
+                self._forward(message)
 
     def check_deadlines(self) -> None:
         """Replace workers that hang. The worker itself reports a timeout of one environment."""
@@ -236,7 +211,7 @@ class EnvPool:
         reason = loss.reason if loss.is_timeout else f"environment's process ended: {loss.reason}"
         episodes, self._episodes[slot] = self._episodes[slot], {}
         for episode in episodes:
-            self._forward(episode, EnvFailure(reason, ""))
+            self._forward(EpisodeFailed(episode, reason))
 
     def restart(self, slot: Slot) -> None:
         self._supervisor.start(slot, f"environments {slot.number}", run_env_worker, self._spec)
@@ -255,36 +230,20 @@ class EnvPool:
 
     def _send_start(self, slot: Slot, episode: EpisodeId) -> None:
         group = episode.request.group
-        row, saved = self._setup.source_of(group).row(group.row), self._saved.get(episode)
-        state = b"" if saved is None else saved.state
-        slot.worker.send(StartEpisode(episode, row, _seed(self._setup.config.run.seed, group), state))
+        row, seed = self._setup.source_of(group).row(group.row), _seed(self._setup.config.run.seed, group)
+        slot.worker.send(StartEpisode(episode, row, seed, self._saved.get(episode)))
 
     def _slot_of(self, episode: EpisodeId) -> Slot | None:
         return next((slot for slot, episodes in self._episodes.items() if episode in episodes), None)
 
-    def _forward(self, episode: EpisodeId, reply: EnvReply) -> None:
-        """Put an environment's reply into the driver's messages."""
-        message: EpisodeReply
-        match reply:
-            case EnvReset(prompt_ids, state):
-                message = EpisodeStarted(episode, tuple(prompt_ids), state=state)
-            case EnvRestored():
-                message = EpisodeStarted(episode, self._saved[episode].prompt_ids)
-            case EnvObservation(token_ids, state):
-                turn = self._last_turns[episode]
-                message = EpisodeObservation(episode, turn, tuple(token_ids), state)
-            case EnvDone(reward):
-                own_reward = None if self._setup.config.reward_weights else reward  # they score instead
-                message = EpisodeEnded(episode, self._last_turns[episode], own_reward)
-            case EnvFailure(reason, detail):
-                self._log_first(f"{reason}\n{detail}")
-                message = EpisodeFailed(episode, reason)
-        self._supervisor.messages.put((None, message))
-
-    def _log_first(self, failure: str) -> None:
-        if not self._has_failed:
+    def _forward(self, reply: EpisodeReply) -> None:
+        """Put a reply into the driver's messages. Reward tasks score an episode in place of its rewards."""
+        if isinstance(reply, EpisodeEnded) and self._setup.config.reward_weights:
+            reply = replace(reply, reward=None)
+        if isinstance(reply, EpisodeFailed) and not self._has_failed:
             self._has_failed = True
-            self._notice(f"first failed episode: {failure.rstrip()}")
+            self._notice(f"first failed episode: {reply.reason}\n{reply.detail}".rstrip())
+        self._supervisor.messages.put((None, reply))
 
 
 def env_spec(setup: RunSetup) -> EnvSpec:

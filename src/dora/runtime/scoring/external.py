@@ -49,19 +49,18 @@ class ExternalRewards:
 
     def __init__(
         self,
-        name: str,
+        spec: m.RewardSpec,
         timeout_s: float,
         timeout_key: str,
         stream: Path,
-        model: Path,
         clock: DriverClock,
         messages: WorkerMessages,
     ) -> None:
-        """The tokenizer of `model` decodes responses. Rewards are put into `messages`."""
+        """Rewards are put into `messages`."""
         self._clock, self._messages = clock, messages
-        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"leases of {name}")
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"leases of {spec.name}")
         self.timeout_s, self.lease_s = timeout_s, timeout_s / 2
-        self._name, self._key, self._stream, self._model = name, timeout_key, stream, model
+        self._name, self._key, self._stream, self._model = spec.name, timeout_key, stream, spec.model
         self._since_s: dict[GroupId, float] = {}  # groups that are not finished
         self._scored: set[GroupId] = set()  # those of them that wait for other tasks only
         self._next_lease = itertools.count(secrets.randbelow(2**52))  # the ids of the stream start at 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,13 @@ from dora.config.schema import Config
 from dora.core.events import GroupScored, ScoringFailed
 from dora.core.types import GroupId
 from dora.runtime.process import messages as m
-from dora.runtime.process.stream_workers import REPORT_INTERVAL_S, ConsumerSpec, run_consumer
 from dora.runtime.process.supervisor import Loss, Role, Slot, Supervisor
 from dora.runtime.process.worker_process import HEARTBEAT_S, Worker, WorkerState
+from dora.runtime.sample_book import TaskRewards
 from dora.runtime.scoring.external import SERVICE, ExternalRewards
-from dora.runtime.scoring.reward_worker import REWARD, RewardSpec, RewardWorker
+from dora.runtime.scoring.reward_worker import REPORT_INTERVAL_S, REWARD, run_reward_worker
 from dora.stream.metadata import NO_TIMEOUT, BatchRequest
-from dora.stream.run_stream import RunStream, reward_consumer
+from dora.stream.run_stream import RunStream
 from dora.stream.sample_db import TokenIds
 
 MAX_SILENCE_S = 2.5 * HEARTBEAT_S  # of a worker whose call takes too long
@@ -135,10 +134,11 @@ class RewardWorkers:
             self._report(m.TaskFailed(failed, failure, failure))
 
     def restart(self, slot: Slot) -> None:
-        task = self._task
+        task, stream = self._task, self._stream
         name = f"{task.title} {slot.number}" if task.num_workers > 1 else task.title
         self._calls[slot] = _Call()
-        self._supervisor.start(slot, name, run_consumer, task.consumer(self._stream))
+        spec = m.RewardWorkerSpec(task.reward, stream.folder, task.batch_request, stream.storage.remote)
+        self._supervisor.start(slot, name, run_reward_worker, spec)
 
     def end(self) -> None:
         """Kill the workers."""
@@ -190,7 +190,7 @@ class RewardTask:
     thread that sends heartbeats from running.
     """
 
-    reward: RewardSpec
+    reward: m.RewardSpec
     timeout_s: float
     timeout_key: str
     weight: float = 1.0
@@ -222,35 +222,13 @@ class RewardTask:
             return self.timeout_s / 2
         return self.timeout_s if is_multi_node else NO_TIMEOUT
 
-    def external_rewards(self, stream: RunStream, supervisor: Supervisor) -> ExternalRewards:
-        """Leases the groups of an external task."""
-        return ExternalRewards(
-            self.name,
-            self.timeout_s,
-            self.timeout_key,
-            stream.folder,
-            self.reward.model,
-            supervisor.clock,
-            supervisor.messages,
-        )
-
-    def consumer(self, stream: RunStream) -> ConsumerSpec:
-        """Its processes, as consumers of a stream."""
-        return ConsumerSpec(
-            reward_consumer(self.name),
-            stream.folder,
-            partial(RewardWorker, self.reward),
-            self.batch_request,
-            stream.storage.remote,
-        )
-
 
 def reward_tasks(
     config: Config, columns: tuple[str, ...] | None = None, missing: Mapping[str, str] | None = None
 ) -> list[RewardTask]:
     """The task of the section [reward], and one for each [[reward_task]].
 
-    `columns` are those of all datasets, `missing` as in `RewardSpec`.
+    `columns` are those of all datasets, `missing` as in `m.RewardSpec`.
     """
     given = columns, missing or {}
     model, reward = Path(config.model.path), config.reward
@@ -258,7 +236,7 @@ def reward_tasks(
     tasks = []
     if reward.function is not None:
         task = RewardTask(
-            RewardSpec(REWARD, reward.function, "reward.function", model, {}, *given),
+            m.RewardSpec(REWARD, reward.function, "reward.function", model, {}, *given),
             reward.timeout_s,
             "reward.timeout_s",
             num_workers=reward.num_workers,
@@ -271,7 +249,7 @@ def reward_tasks(
             UNLIMITED_ROWS if section.micro_batch_tokens else ONE_GROUP.max_rows
         )
         task = RewardTask(
-            RewardSpec(section.name, section.factory, f"{key}.class", model, section.options, *given),
+            m.RewardSpec(section.name, section.factory, f"{key}.class", model, section.options, *given),
             section.timeout_s,
             f"{key}.timeout_s",
             weight=section.weight,
@@ -291,18 +269,23 @@ class RewardManager:
         tasks: Sequence[RewardTask],
         stream: RunStream,
         supervisor: Supervisor,
-        report: Callable[[ScoringEvent], None],
+        report: Callable[[ScoringEvent, TaskRewards], None],
         notice: Callable[[str], None],
     ) -> None:
-        """Start the workers of `tasks`, which the stream has as consumers. `report` gets the events."""
+        """Start the workers of `tasks`, which the stream has as consumers.
+
+        `report` gets each event, and the rewards of a scored group by task if there are several tasks.
+        """
         self._report = report
         self._stream, self._weights = stream, {task.name: task.weight for task in tasks}
         self._pending: dict[GroupId, tuple[bytes, Sequence[TokenIds]]] = {}  # arguments of `submit`
         self._completed: dict[GroupId, dict[str, tuple[float, ...]]] = {}  # by task, of pending groups
-        self._task_rewards: dict[GroupId, dict[str, tuple[float, ...]]] = {}
         self.first_failure = ""  # reason and traceback of the first group that could not be scored
+        driver = supervisor.clock, supervisor.messages
         self.external = {
-            task.name: task.external_rewards(stream, supervisor) for task in tasks if task.is_external
+            task.name: ExternalRewards(task.reward, task.timeout_s, task.timeout_key, stream.folder, *driver)
+            for task in tasks
+            if task.is_external
         }
         self._workers = [
             RewardWorkers(
@@ -312,10 +295,6 @@ class RewardManager:
             if not task.is_external
         ]
         self._scorers: list[RewardWorkers | ExternalRewards] = [*self._workers, *self.external.values()]
-
-    def pop_task_rewards(self, group: GroupId) -> dict[str, tuple[float, ...]]:
-        """The rewards of each task for a group just scored; empty with a single task. Returned once."""
-        return self._task_rewards.pop(group, {})
 
     def submit(self, group: GroupId, prompt_row: bytes, held_out: Sequence[TokenIds] = ()) -> None:
         """Have all tasks score a group; an event follows. Arguments as of `RunStream.request_scores`."""
@@ -380,16 +359,14 @@ class RewardManager:
                 reason = f"the weighted sum of rewards is {total}"
                 return self._on_failed(m.TaskFailed((group,), reason, ""))
         self._finish(group)
-        if len(self._weights) > 1:
-            self._task_rewards[group] = task_rewards
-        self._report(GroupScored(group, totals))
+        self._report(GroupScored(group, totals), task_rewards if len(self._weights) > 1 else {})
 
     def _on_failed(self, failure: m.TaskFailed) -> None:
         for group in failure.groups:
             if group in self._pending:  # else another task has failed the group already
                 self.first_failure = self.first_failure or f"{failure.reason}\n{failure.detail}"
                 self._finish(group)
-                self._report(ScoringFailed(group, failure.reason))
+                self._report(ScoringFailed(group, failure.reason), {})
 
     def _finish(self, group: GroupId) -> None:
         """Finish a group whose event is reported; the responses to held-out prompts are no longer needed."""

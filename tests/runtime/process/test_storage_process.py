@@ -17,12 +17,14 @@ from dora.core.events import GroupScored, ScoringFailed
 from dora.core.types import GroupId, RequestId
 from dora.errors import RunError, ServiceError, StorageFullError
 from dora.runtime.process import supervisor
-from dora.runtime.process.stream_workers import StorageProcess
+from dora.runtime.process.messages import RewardSpec
+from dora.runtime.process.storage_process import StorageProcess
 from dora.runtime.process.supervisor import Supervisor
 from dora.runtime.process.worker_process import WorkerMessages
+from dora.runtime.sample_book import TaskRewards
 from dora.runtime.scoring.external import ExternalRewards
 from dora.runtime.scoring.reward_manager import RewardManager, RewardTask
-from dora.runtime.scoring.reward_worker import REWARD, RewardSpec
+from dora.runtime.scoring.reward_worker import REWARD
 from dora.stream.client import StreamClient
 from dora.stream.run_stream import GroupReader, RunStream
 from dora.stream.sample_db import SampleStore, Trajectory
@@ -63,8 +65,11 @@ class StreamBench:
         self.store = SampleStore(folder / "samples.sqlite")
         self.store.subscribe(self.stream)
         self.manager = RewardManager(
-            [task], self.stream, self.supervisor, self.events.append, self.notices.append
+            [task], self.stream, self.supervisor, self._on_score, self.notices.append
         )
+
+    def _on_score(self, event: GroupScored | ScoringFailed, task_rewards: TaskRewards) -> None:
+        self.events.append(event)
 
     def put(self, group: GroupId) -> None:
         for sibling in range(2):
@@ -178,10 +183,9 @@ def test_a_full_storage_is_reported_lost_once_and_its_replacement_has_room(
 
 def test_rewards_for_a_lease_of_a_lost_storage_are_rejected_by_its_replacement(folder: Path) -> None:
     bench = StreamBench(folder)
-    folders = bench.stream.folder, folder / "start"
-    external = ExternalRewards(
-        REWARD, 60.0, "reward.timeout_s", *folders, bench.supervisor.clock, bench.supervisor.messages
-    )
+    spec = RewardSpec(REWARD, "service", "reward.function", folder / "start")
+    driver = bench.supervisor.clock, bench.supervisor.messages
+    external = ExternalRewards(spec, 60.0, "reward.timeout_s", bench.stream.folder, *driver)
     for group in (SCORED, SUBMITTED):
         bench.put(group)
     bench.manager.close()  # the reward is external
