@@ -15,20 +15,18 @@ from dora.trainer.recipe import (
     LOSS_TRAITS,
     Correction,
     Dtype,
-    EarlierSchedule,
     KLEstimator,
+    LearningRateSchedule,
     LossAggMode,
-    LrDecay,
     ModelImplementation,
     PolicyLoss,
 )
 
 
 @dataclass(frozen=True)
-class TrainerSettings:
-    """Settings of `Trainer`. `num_steps` is the length of the run, where a linear decay reaches 0.
+class TrainerSettings(LearningRateSchedule):
+    """Settings of `Trainer`.
 
-    A run that got more steps when it was resumed has `earlier_schedules`, in order.
     `loss_scale_factor` (tokens) is the divisor of seq-mean-token-sum-norm. With `mini_batch_tokens` a step
     takes several updates of about this many response tokens each, and divides their gradients by it.
     `model` chooses who computes the policy: transformers, or for a family that it knows the own decoder.
@@ -39,11 +37,7 @@ class TrainerSettings:
     log-probs from its samples. `images` is the run's `ImageFolder`, for prompts with images.
     """
 
-    lr: float
-    num_steps: int
     warmup_steps: int = 10
-    lr_decay: LrDecay = "linear"
-    earlier_schedules: tuple[EarlierSchedule, ...] = ()
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     max_grad_norm: float = 1.0
