@@ -24,7 +24,7 @@ from dora.trainer.recipe import (
 
 
 @dataclass(frozen=True)
-class TrainerSettings(LearningRateSchedule):
+class TrainerSettings(LossSettings, LearningRateSchedule):
     """Settings of `Trainer`.
 
     `loss_scale_factor` (tokens) is the divisor of seq-mean-token-sum-norm. With `mini_batch_tokens` a step
@@ -41,10 +41,6 @@ class TrainerSettings(LearningRateSchedule):
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     max_grad_norm: float = 1.0
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-    clip_ratio_c: float = 3.0
-    dpo_beta: float = 0.1
     policy_loss: PolicyLoss = "ppo_clip"
     correction: Correction = field(default_factory=Correction)
     kl_loss_coef: float = 0.0
@@ -74,11 +70,6 @@ class TrainerSettings(LearningRateSchedule):
     def computes_reference(self) -> bool:
         """Whether the trainer itself holds the reference policy's weights."""
         return self.uses_reference and not self.samples_have_reference
-
-    @property
-    def loss_settings(self) -> LossSettings:
-        """The settings that a policy loss reads."""
-        return LossSettings(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c, self.dpo_beta)
 
 
 @dataclass(frozen=True)
