@@ -24,7 +24,6 @@ from dora.trainer.loss import (
     clipped_loss,
     dual_clipped_loss,
     gspo_loss,
-    k3_divergence,
     kl_divergence,
     online_dpo_loss,
     reinforce_loss,
@@ -146,7 +145,7 @@ def test_a_value_outside_its_clip_range_has_no_gradient_towards_the_return() -> 
 
 
 def test_k3_is_zero_for_equal_policies_and_positive_otherwise() -> None:
-    divergence = k3_divergence(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.5]))
+    divergence = kl_divergence(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.5]), "k3")
     assert divergence.tolist() == pytest.approx([0.0, math.exp(-0.5) - 1.0 + 0.5])
 
 

@@ -192,15 +192,6 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     return 0.5 * torch.maximum(unclipped, clipped), clipped > unclipped
 
 
-def k3_divergence(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Estimate of KL(policy || reference) at every token [N], never negative.
-
-    Schulman's k3: r - 1 - log r with r = reference / policy (joschu.net/blog/kl-approx.html).
-    """
-    log_ratio = reference_logprobs - logprobs
-    return log_ratio.exp() - 1.0 - log_ratio
-
-
 def kl_divergence(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
     """Estimate of KL(policy || reference) at every token [N], in nats (joschu.net/blog/kl-approx.html).
 
@@ -217,7 +208,7 @@ def kl_divergence(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEst
         value = log_ratio
     else:
         bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        value = k3_divergence(bounded, torch.zeros_like(log_ratio)).clamp(max=MAX_K3)
+        value = ((-bounded).exp() - 1.0 + bounded).clamp(max=MAX_K3)  # never negative
     return value.detach() + k2 - k2.detach() if estimator.endswith("+") else value
 
 
