@@ -20,7 +20,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dora.errors import InputError, RunError
 from dora.model.config import ModelConfig
 from dora.model.weights import WeightLayout
-from dora.trainer.optimizer import learning_rate
 from dora.trainer.settings import Sample, TrainerSettings
 
 SUPPORTED = ("lr", "num_steps", "warmup_steps", "lr_decay", "weight_decay", "betas", "max_grad_norm",
@@ -94,7 +93,7 @@ class Transformers:
         while self.can_accumulate:
             self.accumulate()
         s = self._settings
-        lr = learning_rate(s.lr, self.num_steps_done, s.warmup_steps, s.num_steps, s.lr_decay)
+        lr = s.lr_of(self.num_steps_done)
         norm = 0.0
         if self._num_accumulated_tokens:
             for parameter in self._parameters.values():

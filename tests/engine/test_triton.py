@@ -94,18 +94,20 @@ def test_partitions_of_the_context_do_not_change_attention(
     partition: int, max_programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_kernels, "_MAX_PROGRAMS", max_programs)
+    monkeypatch.setattr(triton_kernels, "PARTITION", partition)
     reference, tested = workspaces(config(4, 2, 8), "float32")
     EagerKernels(reference).attend(BATCH, POSITIONS, layer=0)
-    triton_kernels.TritonKernels(tested, partition).attend(BATCH, POSITIONS, layer=0)
+    triton_kernels.TritonKernels(tested).attend(BATCH, POSITIONS, layer=0)
     check_same(reference, tested, "float32")
 
 
-def test_a_long_row_among_short_ones_is_divided() -> None:
+def test_a_long_row_among_short_ones_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     """300 tokens are ten partitions, each of another program, and a short row is one."""
+    monkeypatch.setattr(triton_kernels, "PARTITION", 32)
     reference, tested = workspaces(config(4, 2, 8), "float32", max_context=304)
     positions = np.array([4, 4, 4, 299, 4, 4, 4])
     tested.positions[:NUM_ROWS] = torch.from_numpy(positions)
-    kernels = triton_kernels.TritonKernels(tested, partition=32)
+    kernels = triton_kernels.TritonKernels(tested)
     EagerKernels(reference).attend(BATCH, positions, layer=0)
     kernels.attend(BATCH, positions, layer=0)
     check_same(reference, tested, "float32")
@@ -139,11 +141,12 @@ def test_norms_and_activations_equal_those_of_the_eager_kernels(dtype: str) -> N
 @pytest.mark.filterwarnings(
     "ignore:overflow encountered in exp"
 )  # in the interpreter; the result is infinite
-def test_attention_stays_finite_for_extreme_scores() -> None:
+def test_attention_stays_finite_for_extreme_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernels, "PARTITION", 32)
     _, tested = workspaces(config(4, 2, 8), "float32")
     tested.kv *= 1e3
     tested.gate_up *= 1e3
-    kernels = triton_kernels.TritonKernels(tested, 32)
+    kernels = triton_kernels.TritonKernels(tested)
     kernels.attend(BATCH, POSITIONS, layer=0)
     kernels.swiglu(BATCH)
     assert tested.attended.isfinite().all()

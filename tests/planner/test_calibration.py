@@ -42,9 +42,9 @@ COSTS = FittedCosts(
     LinearCost(0.8, 0.05),
     per_version_s=0.001,
     finish_report_s=0.02,
-    load_time_s=0.3,
-    load_stop_time_s=0.05,
-    publish_time_s=0.2,
+    load_s=0.3,
+    load_stop_s=0.05,
+    publish_s=0.2,
     reward_s=0.05,
     migration_s=0.01,
 )
@@ -98,8 +98,8 @@ def test_costs_are_recovered() -> None:
     assert found.decode.at(6) == pytest.approx(COSTS.decode.at(6), rel=0.05)
     assert found.decode.per_unit_s == pytest.approx(COSTS.decode.per_unit_s, rel=0.3)
     assert found.train.at(4) == pytest.approx(COSTS.train.at(4), rel=0.02)
-    assert found.load_time_s == pytest.approx(0.3)
-    assert found.publish_time_s == pytest.approx(0.2)
+    assert found.load_s == pytest.approx(0.3)
+    assert found.publish_s == pytest.approx(0.2)
     assert found.reward_s == pytest.approx(0.05)
 
 

@@ -96,7 +96,7 @@ def test_an_answer_takes_the_time_of_its_tokens() -> None:
     deployment = Deployment(workload, Layout("sync_split", 0, (H800, 4), ((H800, 1),)), 3)
     cost = deployment.engines[0].cost
     decode_s = sum(cost.terms(1, 1).step_time(100 + k).seconds(1) for k in range(500))
-    overhead_s = cost.prefill_s(100) + cost.load_s() + deployment.trainer.publish_s()
+    overhead_s = cost.prefill_s(100) + cost.load_s + deployment.trainer.publish_s
     first, second, *_ = deployment.simulate().steps
     elapsed_s = second.ended_s - second.train_s - first.ended_s
     assert elapsed_s == pytest.approx(decode_s + overhead_s, rel=1e-3)

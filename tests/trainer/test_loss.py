@@ -24,7 +24,6 @@ from dora.trainer.loss import (
     clipped_loss,
     dual_clipped_loss,
     gspo_loss,
-    k3_divergence,
     kl_divergence,
     online_dpo_loss,
     reinforce_loss,
@@ -55,10 +54,15 @@ def log_ratios(*ratios: float) -> Tensor:
     return torch.tensor([math.log(ratio) for ratio in ratios], dtype=torch.float64, requires_grad=True)
 
 
+def off_policy(logprobs: Tensor, advantages: Tensor, num_tokens: list[int] | None = None) -> LossInputs:
+    """Tokens whose old log-probs are zero, by default of one response."""
+    return LossInputs(logprobs, torch.zeros(len(logprobs)), advantages, num_tokens or [len(logprobs)])
+
+
 def test_the_ratio_is_clipped_only_if_clipping_increases_the_loss() -> None:
     ratios = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1])
     advantages = torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0])
-    losses, clipped = clipped_loss(ratios.log(), torch.zeros(5), advantages, clip_low=0.2, clip_high=0.3)
+    losses, clipped = clipped_loss(off_policy(ratios.log(), advantages), LossSettings(0.2, 0.3))
     # 1.5 is clipped to 1.3 for A > 0 and kept for A < 0; 0.5 is clipped to 0.8 for A < 0.
     torch.testing.assert_close(losses, torch.tensor([-2.6, 3.0, -1.0, 1.6, -2.2]))
     assert clipped.tolist() == [True, False, False, True, False]
@@ -66,7 +70,7 @@ def test_the_ratio_is_clipped_only_if_clipping_increases_the_loss() -> None:
 
 def test_a_clipped_token_has_no_gradient() -> None:
     logprobs = torch.tensor([math.log(1.5), math.log(1.1)], requires_grad=True)
-    losses, _ = clipped_loss(logprobs, torch.zeros(2), torch.ones(2), clip_low=0.2, clip_high=0.2)
+    losses, _ = clipped_loss(off_policy(logprobs, torch.ones(2)), LossSettings(0.2, 0.2))
     torch.autograd.backward(losses.sum())
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([0.0, -1.1])
@@ -74,14 +78,14 @@ def test_a_clipped_token_has_no_gradient() -> None:
 
 def test_a_ratio_that_would_overflow_stays_finite() -> None:
     logprobs = torch.tensor([100.0, -200.0], requires_grad=True)
-    losses, _ = clipped_loss(logprobs, torch.zeros(2), -torch.ones(2), clip_low=0.2, clip_high=0.2)
+    losses, _ = clipped_loss(off_policy(logprobs, -torch.ones(2)), LossSettings(0.2, 0.2))
     assert losses.tolist() == pytest.approx([math.exp(20.0), 0.8])
     assert gradient(losses, logprobs) == [0.0, 0.0]
 
 
 def test_dual_clip_caps_the_loss_of_a_token_with_a_negative_advantage() -> None:
     logprobs, advantages = log_ratios(5.0, 5.0, 2.0, 0.5), torch.tensor([-1.0, 1.0, -1.0, -1.0])
-    losses, clipped = dual_clipped_loss(logprobs, torch.zeros(4), advantages, 0.2, 0.3, clip_cap=3.0)
+    losses, clipped = dual_clipped_loss(off_policy(logprobs, advantages), LossSettings(0.2, 0.3, 3.0))
     assert losses.tolist() == pytest.approx([3.0, -1.3, 2.0, 0.8])
     assert clipped.tolist() == [True, True, False, True]
     assert gradient(losses, logprobs) == pytest.approx([0.0, 0.0, 2.0, 0.0])
@@ -95,21 +99,21 @@ def test_a_sequence_mean_covers_its_own_response() -> None:
 def test_gspo_clips_whole_responses_by_the_geometric_mean_of_their_ratios() -> None:
     # Ratios 4 and 1 have the geometric mean 2, clipped to 1.5; 1.44 and 1 have 1.2, which is kept.
     logprobs = log_ratios(4.0, 1.0, 1.44, 1.0)
-    losses, clipped = gspo_loss(logprobs, torch.zeros(4), torch.ones(4), [2, 2], 0.5, 0.5)
+    losses, clipped = gspo_loss(off_policy(logprobs, torch.ones(4), [2, 2]), LossSettings(0.5, 0.5))
     assert losses.tolist() == pytest.approx([-1.5, -1.5, -1.2, -1.2])
     assert clipped.tolist() == [True, True, False, False]
 
 
 def test_the_gradient_of_gspo_is_the_gradient_of_the_sequence_ratio() -> None:
     logprobs = log_ratios(4.0, 1.0, 1.2)
-    losses, _ = gspo_loss(logprobs, torch.zeros(3), torch.ones(3), [3], 9.0, 9.0)
+    losses, _ = gspo_loss(off_policy(logprobs, torch.ones(3)), LossSettings(9.0, 9.0))
     plain = -logprobs.mean().exp()
     assert gradient(losses / 3, logprobs) == pytest.approx(gradient(plain, logprobs))
 
 
 def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
     logprobs, advantages = log_ratios(3.0, 0.5, 1.1), torch.tensor([2.0, 2.0, -1.0])
-    losses, clipped = cispo_loss(logprobs, torch.zeros(3), advantages, clip_low=0.2, clip_high=0.5)
+    losses, clipped = cispo_loss(off_policy(logprobs, advantages), LossSettings(0.2, 0.5))
     assert gradient(losses, logprobs) == pytest.approx([-3.0, -1.6, 1.1])
     assert losses.tolist() == pytest.approx([-3.0 * math.log(3), -1.6 * math.log(0.5), 1.1 * math.log(1.1)])
     assert clipped.tolist() == [True, True, False]
@@ -117,7 +121,7 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
 
 def test_reinforce_weights_the_policy_gradient_by_the_unclipped_ratio() -> None:
     logprobs = log_ratios(30.0, 0.5)
-    losses, clipped = reinforce_loss(logprobs, torch.zeros(2), torch.tensor([2.0, -1.0]))
+    losses, clipped = reinforce_loss(off_policy(logprobs, torch.tensor([2.0, -1.0])), LossSettings())
     assert gradient(losses, logprobs) == pytest.approx([-60.0, 0.5])
     assert not clipped.any()
 
@@ -125,14 +129,10 @@ def test_reinforce_weights_the_policy_gradient_by_the_unclipped_ratio() -> None:
 def test_on_policy_all_losses_have_the_gradient_of_reinforce() -> None:
     old, advantages = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([1.0, 1.0, -2.0])
     leaf = old.clone().requires_grad_()
-    losses_of_all = [
-        clipped_loss(leaf, old, advantages, 0.2, 0.2)[0],
-        dual_clipped_loss(leaf, old, advantages, 0.2, 0.2, 3.0)[0],
-        gspo_loss(leaf, old, advantages, [2, 1], 0.2, 0.2)[0],
-        cispo_loss(leaf, old, advantages, 0.2, 0.2)[0],
-        reinforce_loss(leaf, old, advantages)[0],
-    ]
-    assert [gradient(losses, leaf) for losses in losses_of_all] == [[-1.0, -1.0, 2.0]] * 5
+    tokens = LossInputs(leaf, old, advantages, [2, 1])
+    for loss in (clipped_loss, dual_clipped_loss, gspo_loss, cispo_loss, reinforce_loss):
+        losses, _ = loss(tokens, LossSettings())
+        assert gradient(losses, leaf) == [-1.0, -1.0, 2.0]
 
 
 def test_a_value_outside_its_clip_range_has_no_gradient_towards_the_return() -> None:
@@ -145,7 +145,7 @@ def test_a_value_outside_its_clip_range_has_no_gradient_towards_the_return() -> 
 
 
 def test_k3_is_zero_for_equal_policies_and_positive_otherwise() -> None:
-    divergence = k3_divergence(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.5]))
+    divergence = kl_divergence(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.5]), "k3")
     assert divergence.tolist() == pytest.approx([0.0, math.exp(-0.5) - 1.0 + 0.5])
 
 
@@ -212,7 +212,8 @@ def test_seq_mean_token_sum_norm_needs_its_divisor() -> None:
 def test_online_dpo_is_the_logistic_loss_of_the_margin_over_the_reference() -> None:
     logprobs = torch.tensor([-1.0, -1.0, -2.0], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-1.5, -2.0, -1.0], dtype=torch.float64)
-    losses, is_wrong = online_dpo_loss(logprobs, reference, [2, 1], beta=0.5)
+    tokens = LossInputs(logprobs, torch.zeros(3), torch.zeros(3), [2, 1], reference)
+    losses, is_wrong = online_dpo_loss(tokens, LossSettings(dpo_beta=0.5))
     # Log-ratios to the reference: best 0.5 + 1, worst -1; margin 2.5, times beta 1.25.
     loss = math.log(1.0 + math.exp(-1.25))
     assert losses.tolist() == pytest.approx([loss / 2, loss / 2, loss])
@@ -224,7 +225,9 @@ def test_online_dpo_is_the_logistic_loss_of_the_margin_over_the_reference() -> N
 
 
 def test_a_pair_in_the_wrong_order_is_marked() -> None:
-    _, is_wrong = online_dpo_loss(torch.tensor([-3.0, -1.0, 0.0, -1.0]), torch.zeros(4), [1, 1, 1, 1], 0.1)
+    zeros = torch.zeros(4)
+    tokens = LossInputs(torch.tensor([-3.0, -1.0, 0.0, -1.0]), zeros, zeros, [1, 1, 1, 1], zeros)
+    _, is_wrong = online_dpo_loss(tokens, LossSettings())
     assert is_wrong.tolist() == [True, True, False, False]
 
 

@@ -65,5 +65,6 @@ def test_off_policy_metrics_of_micro_batches_add_up() -> None:
 def test_on_policy_samples_are_all_effective_and_no_samples_have_no_metrics() -> None:
     same = OffPolicyMetrics()
     same.add(torch.tensor([-1.0, -3.0]), torch.tensor([-1.0, -3.0]))
-    assert same.metrics("mismatch") == {"mismatch/ess": 1.0, "mismatch/kl_k1": 0.0, "mismatch/kl_k3": 0.0}
+    expected = {"off_policy/ess": 1.0, "off_policy/kl_k1": 0.0, "off_policy/kl_k3": 0.0}
+    assert same.metrics() == expected
     assert OffPolicyMetrics().metrics() == {}

@@ -11,7 +11,7 @@ from tests.trainer.batches import SETTINGS, TINY, initial, samples, stale
 from dora.errors import RunError
 from dora.model.weights import WeightLayout
 from dora.trainer.learner import LocalLearner
-from dora.trainer.loss import clipped_loss
+from dora.trainer.loss import LossInputs, LossSettings, clipped_loss
 from dora.trainer.metrics import StepMetrics
 from dora.trainer.optimizer import FlatAdamW, rollback_on_error
 from dora.trainer.packing import pack, split_mini_batches
@@ -68,7 +68,8 @@ def test_every_token_of_every_update_has_weight_one_over_the_budget() -> None:
         for sample in (BATCH[i] for i in part):
             logprobs, _ = policy.logprobs(pack([sample.prompt_ids], [sample.token_ids], flat.device))
             advantages = torch.tensor(sample.advantages)
-            losses, _ = clipped_loss(logprobs, torch.tensor(sample.logprobs), advantages, 0.2, 0.2)
+            old = torch.tensor(sample.logprobs)
+            losses, _ = clipped_loss(LossInputs(logprobs, old, advantages, [len(old)]), LossSettings())
             torch.autograd.backward(losses.sum() / BUDGET)
         optimizer.step(1e-2, 1e9)
     trained = Trainer(TINY, initial(), SEVERAL_UPDATES)

@@ -11,8 +11,8 @@ from tests.trainer.batches import SETTINGS, TINY, gradient, initial, samples
 from torch.optim.lr_scheduler import LinearLR, SequentialLR
 
 from dora.model.weights import WeightLayout
-from dora.trainer.optimizer import FlatAdamW, Moments, learning_rate
-from dora.trainer.recipe import EarlierSchedule
+from dora.trainer.optimizer import FlatAdamW, Moments
+from dora.trainer.recipe import EarlierSchedule, LearningRateSchedule, LrDecay
 from dora.trainer.trainer import Trainer
 
 WARMUP, NUM_STEPS, PEAK = 3, 10, 1e-3
@@ -20,13 +20,13 @@ WIDE = replace(TINY, vocab_size=2**18)  # 4 million parameters
 
 
 @pytest.mark.parametrize("decay", ["linear", "constant"])
-def test_the_learning_rate_is_that_of_torchs_linear_schedules(decay: str) -> None:
+def test_the_learning_rate_is_that_of_torchs_linear_schedules(decay: LrDecay) -> None:
     sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=PEAK)
     warm = LinearLR(sgd, start_factor=1 / (WARMUP + 1), total_iters=WARMUP)
     rest = LinearLR(sgd, 1.0, 0.0 if decay == "linear" else 1.0, total_iters=NUM_STEPS - WARMUP)
     schedule = SequentialLR(sgd, [warm, rest], milestones=[WARMUP])
     for step in range(NUM_STEPS + 1):
-        rate = learning_rate(PEAK, step, WARMUP, NUM_STEPS, decay)
+        rate = LearningRateSchedule(PEAK, NUM_STEPS, WARMUP, decay).lr_of(step)
         assert rate == pytest.approx(schedule.get_last_lr()[0]), step
         sgd.step()
         schedule.step()
@@ -34,10 +34,10 @@ def test_the_learning_rate_is_that_of_torchs_linear_schedules(decay: str) -> Non
 
 def test_steps_before_a_run_got_more_keep_their_rates() -> None:
     earlier = EarlierSchedule(6, 8, "linear"), EarlierSchedule(9, NUM_STEPS, "constant")
-    rates = [learning_rate(PEAK, step, WARMUP, 20, "linear", earlier) for step in range(20)]
-    assert rates[:6] == [learning_rate(PEAK, step, WARMUP, 8, "linear") for step in range(6)]
+    rates = [*map(LearningRateSchedule(PEAK, 20, WARMUP, "linear", earlier).lr_of, range(20))]
+    assert rates[:6] == [*map(LearningRateSchedule(PEAK, 8, WARMUP).lr_of, range(6))]
     assert rates[6:9] == [PEAK] * 3
-    assert rates[9:] == [learning_rate(PEAK, step, WARMUP, 20, "linear") for step in range(9, 20)]
+    assert rates[9:] == [*map(LearningRateSchedule(PEAK, 20, WARMUP).lr_of, range(9, 20))]
 
 
 def test_the_norm_of_many_small_numbers_is_exact() -> None:

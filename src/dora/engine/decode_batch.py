@@ -97,10 +97,6 @@ class DecodeBatch:
             start += chunk.num_tokens
         self._lengths[row] = stop
 
-    def has_ended_turn(self, request: Request, output: PartialOutput) -> bool:
-        """Whether the last turn of an episode's output is whole, so that it awaits an observation."""
-        return bool(turn_end(request, output, self._detokenize))
-
     def set_active(self, rows: list[int]) -> None:
         """Set the rows that decode from now on, in order."""
         self.active = np.array(rows, np.int64)
@@ -349,10 +345,6 @@ class KVCache:
     def partial_output(self, request_id: RequestId) -> PartialOutput:
         """The output so far of a swapped sequence."""
         return self._swapped[request_id].output
-
-    def num_output_tokens(self, request_id: RequestId) -> int:
-        """Output tokens of a swapped sequence."""
-        return len(self._swapped[request_id].output.token_ids)
 
     def discard(self, request_id: RequestId) -> None:
         """Forget a request if it is swapped."""

@@ -39,6 +39,7 @@ from dora.engine.decode_batch import (
     KVCache,
     PartialOutput,
     can_continue,
+    turn_end,
 )
 from dora.engine.interface import NATIVE, Capabilities, KVTransfer
 from dora.engine.kernels.workspace import DTYPES, KVAllocator, Workspace
@@ -327,7 +328,7 @@ class Engine:
                 num_computed = len(request.prompt_ids) + len(output.token_ids) - 1
                 self._scheduler.add_without_kv(request, num_blocks_for(num_computed))
                 self._kv_cache.add_without_kv(request.id, output)
-                if self._batch.has_ended_turn(request, output):
+                if turn_end(request, output, self._detokenize):  # it awaits an observation
                     self._scheduler.between_turns[request.id] = None
             else:
                 self._scheduler.add(request)
@@ -353,7 +354,7 @@ class Engine:
         """Output tokens so far of each unfinished request that no other engine may have imported."""
         scheduler = self._scheduler
         running = {i: self._batch.num_output_tokens(sequence) for i, sequence in scheduler.running.items()}
-        swapped = {i: self._kv_cache.num_output_tokens(i) for i in scheduler.swapped}
+        swapped = {i: len(self._kv_cache.partial_output(i).token_ids) for i in scheduler.swapped}
         found = running | swapped | dict.fromkeys((*scheduler.prefilling, *scheduler.waiting), 0)
         return {i: num for i, num in found.items() if not self._migrator.is_exported(i)}
 

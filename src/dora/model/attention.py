@@ -93,7 +93,7 @@ def varlen_layout(num_queries: Sequence[int], num_keys: Sequence[int], device: t
 
 
 def varlen_attention(query: Tensor) -> VarlenAttention | None:
-    """The kernel for queries [T, heads, D] of this device and dtype: torch's or flash-attn's; else None.
+    """torch's kernel for queries [T, heads, D] of this device and dtype; None if it has none.
 
     It takes queries, keys and values [K, kv heads, D] and their layout, and returns [T, heads, D].
     """
@@ -107,24 +107,11 @@ def disable_cudnn_attention() -> None:
 
 
 @cache
-def _kernel() -> VarlenAttention | None:
+def _kernel() -> VarlenAttention:
     """Imported on GPUs only, which takes a second."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        pass
-    else:
-        return torch_varlen(varlen_attn)
-    try:
-        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
-    except ImportError:
-        return None
+    from torch.nn.attention.varlen import varlen_attn
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, layout: VarlenLayout) -> Tensor:
-        out: Tensor = flash_attn_varlen_func(q, k, v, *layout, causal=True)
-        return out
-
-    return attend
+    return torch_varlen(varlen_attn)
 
 
 def torch_varlen(varlen_attn: Callable[..., object]) -> VarlenAttention:

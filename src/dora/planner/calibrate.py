@@ -195,10 +195,10 @@ class FittedCosts:
     train: LinearCost = LinearCost()  # a training step, by thousands of tokens
     per_version_s: float = 0.0  # of a decode step, for each version beyond the first
     finish_report_s: float = 0.0  # of a response, beside its decode steps
-    load_time_s: float = 0.0
-    load_stop_time_s: float = 0.0  # part of a load in which the engine's requests are stopped
+    load_s: float = 0.0
+    load_stop_s: float = 0.0  # part of a load in which the engine's requests are stopped
     migration_s: float = 0.0
-    publish_time_s: float = 0.0
+    publish_s: float = 0.0
     reward_s: float = 0.0
     contention: Contention = field(default_factory=Contention)
     ep_size: int = 1
@@ -218,21 +218,12 @@ class FittedCosts:
     def swap_s(self, num_tokens: float) -> float:
         return 0.0
 
-    def load_s(self) -> float:
-        return self.load_time_s
-
-    def load_stop_s(self) -> float:
-        return self.load_stop_time_s
-
     def sequence_s(self, num_tokens: float) -> float:
         return self.train.per_unit_s * num_tokens / 1000
 
     @property
     def step_overhead_s(self) -> float:
         return self.train.fixed_s
-
-    def publish_s(self) -> float:
-        return self.publish_time_s
 
 
 def fit_costs(runs: Sequence[RecordedRun]) -> FittedCosts:
@@ -258,10 +249,10 @@ def fit_costs(runs: Sequence[RecordedRun]) -> FittedCosts:
         train=LinearCost(*train),
         per_version_s=per_version_s,
         finish_report_s=finish_report_s,
-        load_time_s=mean("load"),
-        load_stop_time_s=mean("load stop"),
+        load_s=mean("load"),
+        load_stop_s=mean("load stop"),
         migration_s=mean("migration"),
-        publish_time_s=mean("publish"),
+        publish_s=mean("publish"),
         reward_s=mean("reward"),
         contention=Contention(decode_slowdown, train_slowdown),
     )

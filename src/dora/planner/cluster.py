@@ -40,7 +40,6 @@ class Workload:
     efficiency: Efficiency = field(default_factory=Efficiency)
     context: int = 1 << 20  # of the model, in tokens
     reward_s: float = 0.0
-    num_forwards: int = 1  # forward passes beside the training pass
     expert_skew: float = 0.1  # relative excess load of the busiest rank's experts
 
     def __post_init__(self) -> None:
@@ -104,7 +103,7 @@ class Deployment:
         """Raises InputError if the model does not fit."""
         workload = self.workload
         device, num = self.layout.trainer
-        return TrainerCost(workload.model, device, num, workload.efficiency, workload.num_forwards)
+        return TrainerCost(workload.model, device, num, workload.efficiency)
 
     @cached_property
     def engines(self) -> list[PlacedEngine]:

@@ -328,8 +328,8 @@ def _cost_rows(costs: FittedCosts) -> list[TableRow]:
         "training step: fixed (s)": costs.train.fixed_s,
         "training step: per 1,000 tokens (s)": costs.train.per_unit_s,
         "training step: slowdown while all engines decode": costs.contention.train,
-        "publish (s)": costs.publish_time_s,
-        "load (s)": costs.load_time_s,
+        "publish (s)": costs.publish_s,
+        "load (s)": costs.load_s,
         "reward (s)": costs.reward_s,
         "migration (s)": costs.migration_s,
     }

@@ -204,13 +204,15 @@ class EngineCost:
         """Copy one request's KV to host memory, or back."""
         return num_tokens * self.model.kv_bytes / (self.device.host_bandwidth * self.tp_size)
 
+    @property
     def load_s(self) -> float:
         """Load a version over the network, all devices at once."""
         return self.device_weight_bytes / self._network_bandwidth
 
+    @property
     def load_stop_s(self) -> float:
         """Time of a load in which the engine decodes nothing."""
-        return self.load_s()
+        return self.load_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +244,7 @@ class TrainerCost:
         """Fixed time of a training step."""
         return self.efficiency.train_step_s
 
+    @property
     def publish_s(self) -> float:
         """Write the weights to the store, each device its part."""
         bandwidth = self.device.network_bandwidth * self.efficiency.link

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from dora.core import actions, events
 from dora.core.actions import Action
@@ -48,6 +48,7 @@ class TrainerCosts(Protocol):
     def sequence_s(self, num_tokens: float) -> float: ...
     @property
     def step_overhead_s(self) -> float: ...
+    @property
     def publish_s(self) -> float: ...
 
 
@@ -78,7 +79,8 @@ class SimulatorOptions:
     longest_first: bool = False  # the dataset orders prompts by the length of their responses
 
 
-class Totals(NamedTuple):
+@dataclass
+class Totals:
     """Of all engines, since the start of the run."""
 
     row_s: float = 0.0  # decoded rows x seconds
@@ -120,24 +122,19 @@ class SimulatedStep:
 
 
 @dataclass
-class SimulationResult:
+class SimulationResult(Totals):
     """Totals of a simulated run, filled while it runs."""
 
     steps: list[SimulatedStep] = field(default_factory=list)
     num_events: int = 0
-    num_migrations: int = 0
     migration_stop_s: float = 0.0  # pauses of migrating requests
     migration_copy_s: float = 0.0  # copies of their KV, during which they decode
     load_s: float = 0.0
     num_loads: int = 0
     num_finished: int = 0  # responses
     answer_s: float = 0.0  # from the first start of a response to its end, summed over responses
-    num_recomputed: int = 0  # tokens whose KV was computed again
-    num_dropped: int = 0  # tokens of responses that were started and not trained
     max_versions: int = 0  # alive at once
-    row_s: float = 0.0  # decoded rows x seconds
-    decode_s: float = 0.0  # decoding engines x seconds
-    stall_s: float = 0.0  # part of it in which EP ranks wait for the fullest
+    stall_s: float = 0.0  # part of `decode_s` in which EP ranks wait for the fullest
     max_kv_usage: float = 0.0
 
     def metrics(self, num_engines: int, num_rows: int, max_staleness: int) -> Metrics:
@@ -528,9 +525,9 @@ class Simulator(EventQueue[Iterable[Event]]):
 
     def _load(self, action: actions.Load) -> None:
         engine = self._changing(action.engine)
-        load_s = engine.cost.load_s()
+        load_s = engine.cost.load_s
         if engine.requests and self.options.version_slots > 1:
-            engine.delay(engine.cost.load_stop_s())
+            engine.delay(engine.cost.load_stop_s)
         self.result.num_loads += 1
         self.result.load_s += load_s
         self.schedule(load_s, self._loaded, engine, action.version)
@@ -655,4 +652,4 @@ class Simulator(EventQueue[Iterable[Event]]):
         alive = {*(group.version for group in self._groups.values()), action.version}
         self.result.max_versions = max(self.result.max_versions, len(alive))
         published = events.Published(action.version, f"v{action.version}")
-        self.schedule(self.trainer.publish_s(), self._report, published)
+        self.schedule(self.trainer.publish_s, self._report, published)

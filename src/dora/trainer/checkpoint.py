@@ -80,7 +80,8 @@ def save_checkpoint(
         shards.result()
     write_manifest(draft)
     if fsync:
-        _fsync_folder(draft)
+        for path in (*draft.rglob("*"), draft):
+            _fsync(path)
     if folder.exists():
         os.rename(folder, old)
     os.rename(draft, folder)
@@ -118,11 +119,6 @@ def load_checkpoint(
         else:
             saved["trainer"]["optimizer"]["shards"] = shards
     return config, flat, saved["trainer"], saved["step"]
-
-
-def _fsync_folder(folder: Path) -> None:
-    for path in (*folder.rglob("*"), folder):
-        _fsync(path)
 
 
 def _fsync(path: Path) -> None:

@@ -21,9 +21,9 @@ from dora.model.weights import WeightLayout, parameter_shapes
 from dora.trainer.advantage import gae, whiten
 from dora.trainer.learner import LocalWeights
 from dora.trainer.loss import value_loss
-from dora.trainer.optimizer import FlatAdamW, learning_rate
+from dora.trainer.optimizer import FlatAdamW
 from dora.trainer.packing import balanced_micro_batches, pack_samples, split_mini_batches
-from dora.trainer.recipe import Dtype, EarlierSchedule, LrDecay
+from dora.trainer.recipe import Dtype, LearningRateSchedule
 from dora.trainer.settings import Sample
 from dora.trainer.transformers_policy import policy_class
 
@@ -31,19 +31,14 @@ _HEAD = "score.weight", "score.bias"
 
 
 @dataclass(frozen=True)
-class CriticSettings:
-    """Settings of `Critic`; names and defaults are verl's. `num_steps` is the length of the run.
+class CriticSettings(LearningRateSchedule):
+    """Settings of `Critic`; names and defaults are verl's.
 
     A step trains `ppo_epochs` times on its batch, in updates of about `mini_batch_tokens` tokens (None: one
     update). A value that moved by more than `cliprange_value` since its prediction has no gradient. `gamma`
     is the discount factor and `lam` GAE's lambda.
     """
 
-    lr: float
-    num_steps: int
-    warmup_steps: int = 0
-    lr_decay: LrDecay = "linear"
-    earlier_schedules: tuple[EarlierSchedule, ...] = ()  # as in TrainerSettings
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     ppo_epochs: int = 1
@@ -150,14 +145,7 @@ class Critic(LocalWeights):
         settings, batch = self.settings, self._batch
         if batch is None:
             raise RunError("critic: this step has no batch; call compute_advantages before each update")
-        rate = learning_rate(
-            settings.lr,
-            step,
-            settings.warmup_steps,
-            settings.num_steps,
-            settings.lr_decay,
-            settings.earlier_schedules,
-        )
+        rate = settings.lr_of(step)
         pairs = zip(batch.samples, batch.returns, strict=True)
         answers = [(s, returns) for s, returns in pairs if s.token_ids]
         lengths = [s.num_loss_tokens for s, _ in answers]

@@ -252,7 +252,7 @@ class GradientAccumulator:
             with torch.no_grad():
                 reference, _ = self._reference.logprobs(batch)
         inputs = LossInputs(logprobs, corrected.old_logprobs, tokens.advantages, tokens.lengths, reference)
-        losses, is_clipped = POLICY_LOSSES[settings.policy_loss](inputs, settings.loss_settings)
+        losses, is_clipped = POLICY_LOSSES[settings.policy_loss](inputs, settings)
         losses = losses * corrected.weights
         metrics.pg_loss += (losses.detach() * tokens.weights).sum().double()
         if reference is not None and settings.kl_loss_coef:

@@ -8,7 +8,7 @@ without changing its gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import get_args
 
@@ -99,36 +99,24 @@ def importance_ratios(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def clipped_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """PPO's loss of every token (arXiv 1707.06347, eq. 7) and whether clipping decided it; all [N].
-
-    The ratio is clipped to [1 - clip_low, 1 + clip_high].
-    """
-    ratio = importance_ratios(logprobs, old_logprobs)
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+def clipped_loss(tokens: LossInputs, settings: LossSettings) -> tuple[Tensor, Tensor]:
+    """PPO's loss of every token (arXiv 1707.06347, eq. 7) and whether clipping decided it; all [N]."""
+    ratio = importance_ratios(tokens.logprobs, tokens.old_logprobs)
+    unclipped = -tokens.advantages * ratio
+    clipped = -tokens.advantages * ratio.clamp(1.0 - settings.clip_ratio_low, 1.0 + settings.clip_ratio_high)
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
-def dual_clipped_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    clip_low: float,
-    clip_high: float,
-    clip_cap: float,
-) -> tuple[Tensor, Tensor]:
-    """`clipped_loss` with the loss of a token of A < 0 bounded by -A * clip_cap; all [N].
+def dual_clipped_loss(tokens: LossInputs, settings: LossSettings) -> tuple[Tensor, Tensor]:
+    """`clipped_loss` with the loss of a token of A < 0 bounded by -A * clip_ratio_c; all [N].
 
-    Dual-clip PPO (arXiv 1912.09729; verl's `clip_ratio_c`), where clip_cap > 1. LongCat's triplet clip (arXiv
-    2509.18883) is the same function: clip_high is eps_pos_high, clip_low is eps_neg_low and clip_cap is
-    eps_neg_high. It differs by its constant divisor T_max.
+    Dual-clip PPO (arXiv 1912.09729), where clip_ratio_c > 1; its name is verl's. LongCat's triplet clip
+    (arXiv 2509.18883) is the same function: clip_ratio_high is eps_pos_high, clip_ratio_low is eps_neg_low
+    and clip_ratio_c is eps_neg_high. It differs by its constant divisor T_max.
     """
-    losses, is_clipped = clipped_loss(logprobs, old_logprobs, advantages, clip_low, clip_high)
-    ceiling = -advantages * clip_cap
-    is_capped = (advantages < 0) & (losses > ceiling)
+    losses, is_clipped = clipped_loss(tokens, settings)
+    ceiling = -tokens.advantages * settings.clip_ratio_c
+    is_capped = (tokens.advantages < 0) & (losses > ceiling)
     return torch.where(is_capped, ceiling, losses), is_clipped | is_capped
 
 
@@ -140,50 +128,40 @@ def sequence_means(values: Tensor, num_tokens: Sequence[int]) -> Tensor:
     return torch.cat([part.mean().expand(len(part)) for part in values.split(list(num_tokens))])
 
 
-def gspo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    num_tokens: Sequence[int],
-    clip_low: float,
-    clip_high: float,
-) -> tuple[Tensor, Tensor]:
+def gspo_loss(tokens: LossInputs, settings: LossSettings) -> tuple[Tensor, Tensor]:
     """PPO's clipped loss with one ratio per response (GSPO-token, arXiv 2507.18071); all [N].
 
     The ratio is the geometric mean of the token ratios, detached, times p / detach(p): its value is the
     response's, and each token gets its own gradient. The paper clips to [1 - 3e-4, 1 + 4e-4] and aggregates
     by seq-mean-token-mean.
     """
-    detached = logprobs.detach()
-    log_ratio = logprobs - detached + sequence_means(detached - old_logprobs, num_tokens)
-    return clipped_loss(log_ratio, torch.zeros_like(detached), advantages, clip_low, clip_high)
+    detached = tokens.logprobs.detach()
+    means = sequence_means(detached - tokens.old_logprobs, tokens.num_tokens)
+    log_ratio, zeros = tokens.logprobs - detached + means, torch.zeros_like(detached)
+    return clipped_loss(replace(tokens, logprobs=log_ratio, old_logprobs=zeros), settings)
 
 
-def cispo_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
+def cispo_loss(tokens: LossInputs, settings: LossSettings) -> tuple[Tensor, Tensor]:
     """-detach(clip(ratio)) * A * log p (CISPO, arXiv 2506.13585); all [N].
 
-    The weight is clipped to [1 - clip_low, 1 + clip_high], so no token loses its gradient. The paper has no
-    lower bound: clip_low = 1.
+    The weight alone is clipped, so no token loses its gradient. The paper has no lower bound, as with a
+    clip_ratio_low of 1.
     """
-    ratio = importance_ratios(logprobs.detach(), old_logprobs)
-    weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return -weight * advantages * logprobs, weight != ratio
+    ratio = importance_ratios(tokens.logprobs.detach(), tokens.old_logprobs)
+    weight = ratio.clamp(1.0 - settings.clip_ratio_low, 1.0 + settings.clip_ratio_high)
+    return -weight * tokens.advantages * tokens.logprobs, weight != ratio
 
 
-def reinforce_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+def reinforce_loss(tokens: LossInputs, settings: LossSettings) -> tuple[Tensor, Tensor]:
     """-detach(ratio) * A * log p: the policy gradient with an importance weight; all [N].
 
     The loss does not bound the weight; `corrections` can (as V-trace does, arXiv 1802.01561).
     """
-    ratio = importance_ratios(logprobs.detach(), old_logprobs)
-    return -ratio * advantages * logprobs, torch.zeros_like(ratio, dtype=torch.bool)
+    ratio = importance_ratios(tokens.logprobs.detach(), tokens.old_logprobs)
+    return -ratio * tokens.advantages * tokens.logprobs, torch.zeros_like(ratio, dtype=torch.bool)
 
 
-def online_dpo_loss(
-    logprobs: Tensor, reference_logprobs: Tensor, num_tokens: Sequence[int], beta: float
-) -> tuple[Tensor, Tensor]:
+def online_dpo_loss(tokens: LossInputs, settings: LossSettings) -> tuple[Tensor, Tensor]:
     """-log sigmoid(beta * margin) of every pair, divided among its tokens (arXiv 2305.18290, eq. 7); all [N].
 
     The responses come in pairs, best first (`advantage.preference_pair` selects them), so `num_tokens` has an
@@ -193,10 +171,12 @@ def online_dpo_loss(
     (margin below 0). The loss has no ratio to the behaviour policy, so it is off-policy by construction
     (arXiv 2410.18252).
     """
-    lengths = list(num_tokens)
-    sums = torch.stack([part.sum() for part in (logprobs - reference_logprobs).split(lengths)])
+    if tokens.reference_logprobs is None:
+        raise ConfigError("policy_loss = online_dpo needs log-probs of a reference policy; pass `reference`")
+    lengths, logprobs = list(tokens.num_tokens), tokens.logprobs
+    sums = torch.stack([part.sum() for part in (logprobs - tokens.reference_logprobs).split(lengths)])
     margins = sums[0::2] - sums[1::2]
-    losses = F.softplus(-beta * margins).repeat_interleave(2)
+    losses = F.softplus(-settings.dpo_beta * margins).repeat_interleave(2)
     repeats, num = to_device(torch.tensor(lengths), logprobs.device), len(logprobs)
     is_wrong = (margins.detach() < 0).repeat_interleave(2).repeat_interleave(repeats, output_size=num)
     return (losses / repeats).repeat_interleave(repeats, output_size=num), is_wrong
@@ -210,15 +190,6 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     unclipped = (values - returns).square()
     clipped = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     return 0.5 * torch.maximum(unclipped, clipped), clipped > unclipped
-
-
-def k3_divergence(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Estimate of KL(policy || reference) at every token [N], never negative.
-
-    Schulman's k3: r - 1 - log r with r = reference / policy (joschu.net/blog/kl-approx.html).
-    """
-    log_ratio = reference_logprobs - logprobs
-    return log_ratio.exp() - 1.0 - log_ratio
 
 
 def kl_divergence(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
@@ -237,46 +208,18 @@ def kl_divergence(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEst
         value = log_ratio
     else:
         bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        value = k3_divergence(bounded, torch.zeros_like(log_ratio)).clamp(max=MAX_K3)
+        value = ((-bounded).exp() - 1.0 + bounded).clamp(max=MAX_K3)  # never negative
     return value.detach() + k2 - k2.detach() if estimator.endswith("+") else value
-
-
-def _ppo_clip(t: LossInputs, s: LossSettings) -> tuple[Tensor, Tensor]:
-    return clipped_loss(t.logprobs, t.old_logprobs, t.advantages, s.clip_ratio_low, s.clip_ratio_high)
-
-
-def _dual_clip(t: LossInputs, s: LossSettings) -> tuple[Tensor, Tensor]:
-    bounds = s.clip_ratio_low, s.clip_ratio_high, s.clip_ratio_c
-    return dual_clipped_loss(t.logprobs, t.old_logprobs, t.advantages, *bounds)
-
-
-def _gspo(t: LossInputs, s: LossSettings) -> tuple[Tensor, Tensor]:
-    bounds = s.clip_ratio_low, s.clip_ratio_high
-    return gspo_loss(t.logprobs, t.old_logprobs, t.advantages, t.num_tokens, *bounds)
-
-
-def _cispo(t: LossInputs, s: LossSettings) -> tuple[Tensor, Tensor]:
-    return cispo_loss(t.logprobs, t.old_logprobs, t.advantages, s.clip_ratio_low, s.clip_ratio_high)
-
-
-def _reinforce(t: LossInputs, s: LossSettings) -> tuple[Tensor, Tensor]:
-    return reinforce_loss(t.logprobs, t.old_logprobs, t.advantages)
-
-
-def _online_dpo(t: LossInputs, s: LossSettings) -> tuple[Tensor, Tensor]:
-    if t.reference_logprobs is None:
-        raise ConfigError("policy_loss = online_dpo needs log-probs of a reference policy; pass `reference`")
-    return online_dpo_loss(t.logprobs, t.reference_logprobs, t.num_tokens, s.dpo_beta)
 
 
 POLICY_LOSSES: Mapping[PolicyLoss, PolicyLossFunction] = MappingProxyType(
     {
-        "ppo_clip": _ppo_clip,
-        "dual_clip": _dual_clip,
-        "triplet_clip": _dual_clip,
-        "gspo": _gspo,
-        "cispo": _cispo,
-        "reinforce": _reinforce,
-        "online_dpo": _online_dpo,
+        "ppo_clip": clipped_loss,
+        "dual_clip": dual_clipped_loss,
+        "triplet_clip": dual_clipped_loss,
+        "gspo": gspo_loss,
+        "cispo": cispo_loss,
+        "reinforce": reinforce_loss,
+        "online_dpo": online_dpo_loss,
     }
 )

@@ -182,11 +182,11 @@ class OffPolicyMetrics:
         """KL(behaviour || current) per token, in nats: the mean of r - 1 - log r, never negative."""
         return float((self.ratio - self.log_ratio) / self.num_tokens - 1.0)
 
-    def metrics(self, prefix: str = "off_policy") -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """ess, kl_k1 and kl_k3; empty without tokens."""
         if not self.num_tokens:
             return {}
-        return {f"{prefix}/ess": self.ess, f"{prefix}/kl_k1": self.kl_k1, f"{prefix}/kl_k3": self.kl_k3}
+        return {"off_policy/ess": self.ess, "off_policy/kl_k1": self.kl_k1, "off_policy/kl_k3": self.kl_k3}
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""AdamW over one flat buffer or over a rank's shards of it, the learning-rate schedule, and rollback.
+"""AdamW over one flat buffer or over a rank's shards of it, and rollback.
 
 Parameters are views of one flat weight buffer, and their gradients are views of one flat gradient. Autograd
 sees named matrices; gradient norm, update and publication are one operation each.
@@ -22,7 +22,6 @@ from torch.optim.adamw import adamw
 
 from dora.errors import RunError
 from dora.model.weights import WeightLayout
-from dora.trainer.recipe import EarlierSchedule
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -277,27 +276,6 @@ def _clip_factor(norm: float, max_norm: float) -> float:
             f"grad_norm = {norm}: it must be finite; lower the learning rate or look for a broken sample"
         )
     return max_norm / norm if norm > max_norm else 1.0
-
-
-def learning_rate(
-    peak: float,
-    step: int,
-    warmup_steps: int,
-    num_steps: int,
-    decay: str,
-    earlier: Sequence[EarlierSchedule] = (),
-) -> float:
-    """Rate of the 0-based `step`: linear warm-up to `peak`, then constant or linear to 0 at `num_steps`.
-
-    Steps of an `earlier` schedule of the same run have the rate of the first one that covers them.
-    """
-    covering = (schedule for schedule in earlier if step < schedule.until_step)
-    _, num_steps, decay = next(covering, (None, num_steps, decay))
-    if step < warmup_steps:
-        return peak * (step + 1) / (warmup_steps + 1)
-    if decay == "constant":
-        return peak
-    return peak * max(0.0, (num_steps - step) / (num_steps - warmup_steps))
 
 
 @contextmanager

@@ -36,6 +36,31 @@ class EarlierSchedule(NamedTuple):
     lr_decay: LrDecay
 
 
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """Linear warm-up to `lr`, then constant, or linear to 0 at `num_steps`, the length of the run.
+
+    A run that got more steps when it was resumed has `earlier_schedules`, in order. Their steps have the rate
+    of the first one that covers them.
+    """
+
+    lr: float
+    num_steps: int
+    warmup_steps: int = 0
+    lr_decay: LrDecay = "linear"
+    earlier_schedules: tuple[EarlierSchedule, ...] = ()
+
+    def lr_of(self, step: int) -> float:
+        """The rate of the 0-based `step`."""
+        covering = (earlier for earlier in self.earlier_schedules if step < earlier.until_step)
+        _, num_steps, decay = next(covering, (None, self.num_steps, self.lr_decay))
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / (self.warmup_steps + 1)
+        if decay == "constant":
+            return self.lr
+        return self.lr * max(0.0, (num_steps - step) / (num_steps - self.warmup_steps))
+
+
 # The rewards that an estimator needs before it computes the first advantage. Scope "batch" rules out gradient
 # accumulation while the batch fills: a clipped loss cannot be rescaled afterwards by a mean and a deviation.
 ADVANTAGE_SCOPE: Mapping[AdvEstimator, Literal["group", "batch"]] = MappingProxyType(

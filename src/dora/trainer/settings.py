@@ -15,20 +15,18 @@ from dora.trainer.recipe import (
     LOSS_TRAITS,
     Correction,
     Dtype,
-    EarlierSchedule,
     KLEstimator,
+    LearningRateSchedule,
     LossAggMode,
-    LrDecay,
     ModelImplementation,
     PolicyLoss,
 )
 
 
 @dataclass(frozen=True)
-class TrainerSettings:
-    """Settings of `Trainer`. `num_steps` is the length of the run, where a linear decay reaches 0.
+class TrainerSettings(LossSettings, LearningRateSchedule):
+    """Settings of `Trainer`.
 
-    A run that got more steps when it was resumed has `earlier_schedules`, in order.
     `loss_scale_factor` (tokens) is the divisor of seq-mean-token-sum-norm. With `mini_batch_tokens` a step
     takes several updates of about this many response tokens each, and divides their gradients by it.
     `model` chooses who computes the policy: transformers, or for a family that it knows the own decoder.
@@ -39,18 +37,10 @@ class TrainerSettings:
     log-probs from its samples. `images` is the run's `ImageFolder`, for prompts with images.
     """
 
-    lr: float
-    num_steps: int
     warmup_steps: int = 10
-    lr_decay: LrDecay = "linear"
-    earlier_schedules: tuple[EarlierSchedule, ...] = ()
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     max_grad_norm: float = 1.0
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-    clip_ratio_c: float = 3.0
-    dpo_beta: float = 0.1
     policy_loss: PolicyLoss = "ppo_clip"
     correction: Correction = field(default_factory=Correction)
     kl_loss_coef: float = 0.0
@@ -80,11 +70,6 @@ class TrainerSettings:
     def computes_reference(self) -> bool:
         """Whether the trainer itself holds the reference policy's weights."""
         return self.uses_reference and not self.samples_have_reference
-
-    @property
-    def loss_settings(self) -> LossSettings:
-        """The settings that a policy loss reads."""
-        return LossSettings(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c, self.dpo_beta)
 
 
 @dataclass(frozen=True)

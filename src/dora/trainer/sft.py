@@ -11,9 +11,10 @@ from torch import Tensor
 
 from dora.model.config import ModelConfig
 from dora.model.weights import WeightLayout
-from dora.trainer.optimizer import FlatAdamW, learning_rate
+from dora.trainer.optimizer import FlatAdamW
 from dora.trainer.packing import balanced_micro_batches, pack
 from dora.trainer.policy import Policy
+from dora.trainer.recipe import LearningRateSchedule
 from dora.trainer.transformers_policy import policy_class
 
 SftExample = tuple[Sequence[int], Sequence[int]] | tuple[Sequence[int], Sequence[int], Sequence[int]]
@@ -36,13 +37,14 @@ def train_sft(
     and can show progress.
     """
     optimizer = FlatAdamW(WeightLayout(config), flat, weight_decay=0.0, betas=(0.9, 0.99))
+    schedule = LearningRateSchedule(lr, num_steps, warmup_steps)
     policy = policy_class(config)(config, optimizer.weights)
     for step, batch in enumerate(islice(batches, num_steps)):
         total = 0.0
         for loss in _losses(policy, batch, micro_batch_tokens):
             torch.autograd.backward(loss)
             total += loss.item()
-        optimizer.step(learning_rate(lr, step, warmup_steps, num_steps, "linear"), max_grad_norm=1.0)
+        optimizer.step(schedule.lr_of(step), max_grad_norm=1.0)
         yield total
 
 

@@ -25,7 +25,7 @@ from dora.trainer.learner import ComputeLogprobs, Learner, LocalLearner
 from dora.trainer.logprobs import response_logprobs
 from dora.trainer.loss import batch_divisor, unnormalized_token_weights
 from dora.trainer.metrics import StepMetrics, ages_to_check, choose_spot_checks
-from dora.trainer.optimizer import host_copy, learning_rate, rollback_on_error
+from dora.trainer.optimizer import host_copy, rollback_on_error
 from dora.trainer.packing import balanced_micro_batches, sequential_micro_batches, split_mini_batches
 from dora.trainer.recipe import LOSS_TRAITS
 from dora.trainer.settings import Sample, TrainerSettings
@@ -166,14 +166,7 @@ class Trainer:
     def _update(self) -> dict[str, float]:
         """All updates of the step, at one learning rate."""
         settings, metrics = self.settings, self._metrics
-        lr = learning_rate(
-            settings.lr,
-            self.num_steps_done,
-            settings.warmup_steps,
-            settings.num_steps,
-            settings.lr_decay,
-            settings.earlier_schedules,
-        )
+        lr = settings.lr_of(self.num_steps_done)
         mini_batches = self._mini_batches()
         divisor = max(1, batch_divisor(self._num_tokens, settings.loss_agg_mode))
         norms = []

@@ -64,7 +64,7 @@ def test_the_objective_reaches_the_trainer(task: Path) -> None:
     )
     spec = RunSetup.make(config, task.parent / "out").trainer_spec(task.parent, task.parent)
     settings, advantages = spec.settings, spec.advantage_settings
-    assert (settings.policy_loss, settings.loss_settings.clip_ratio_c) == ("dual_clip", 4.0)
+    assert (settings.policy_loss, settings.clip_ratio_c) == ("dual_clip", 4.0)
     assert (settings.entropy_coeff, settings.kl_loss_coef, settings.kl_loss_type) == (0.01, 0.1, "k3+")
     assert (settings.correction.proximal, settings.correction.tis_cap) == ("interpolated", 3.0)
     assert (advantages.max_tokens, advantages.overlong_buffer_tokens) == (24, 8)

@@ -181,27 +181,24 @@ def _combine(
 class TritonKernels:
     """See `Kernels`; positions, rows and slots are read from the workspace.
 
-    Attention divides the context of each row into partitions of `partition` tokens, so that a long row takes
-    no longer than many short ones with as many tokens. By default a partition has 512 tokens, and fewer where
-    few rows would not keep a GPU busy. With a fixed `partition` the result of a row does not depend on the
-    other rows.
-    `attend` finds the partitions for layer 0; the other layers of a step use them.
+    Attention divides the context of each row into partitions, so that a long row takes no longer than many
+    short ones with as many tokens. A partition has PARTITION tokens, and fewer where few rows would not keep
+    a GPU busy. `attend` finds the partitions for layer 0; the other layers of a step use them.
     """
 
     name = "triton"
     linear = staticmethod(linear)
 
-    def __init__(self, workspace: Workspace, partition: int | None = None) -> None:
+    def __init__(self, workspace: Workspace) -> None:
         work, config = self._work, self._config = workspace, workspace.config
         is_fp32 = work.dtype == torch.float32
         self._tile = 2 * BLOCK_SIZE if is_fp32 else 4 * BLOCK_SIZE
-        self._fixed_partition = partition
         self._offsets, self._slot_stride = work.layout.offsets, work.weights.stride(0)
         heads, dim = config.num_attention_heads, config.head_dim
         self._max_context = work.block_tables.shape[1] * BLOCK_SIZE
         num_rows = len(work.logits)  # of decode steps; prompts have more rows, and few tokens to attend to
         max_items = max(self._max_partitions(num) for num in range(1, num_rows + 1))
-        max_items = max(max_items, len(work.x) + MAX_PREFILL_READS // (partition or self._tile))
+        max_items = max(max_items, len(work.x) + MAX_PREFILL_READS // self._tile)
         self._q = torch.zeros(len(work.x), heads, dim, dtype=work.dtype, device=work.device)
         self._partial = torch.zeros(max_items, heads, dim, device=work.device)
         self._masses = torch.zeros(max_items, heads, device=work.device)
@@ -272,9 +269,7 @@ class TritonKernels:
         return num_rows * -(-self._max_context // self._partition(num_rows))
 
     def _partition(self, num_rows: int) -> int:
-        """The length of the partitions of a batch: a multiple of the tile, unless it is fixed."""
-        if self._fixed_partition:
-            return self._fixed_partition
+        """The length of the partitions of a batch: a multiple of the tile."""
         partition, num_programs = PARTITION, num_rows * self._config.num_key_value_heads
         while partition > self._tile and num_programs * PARTITION < _NUM_PROGRAMS * partition:
             partition //= 2

@@ -25,53 +25,48 @@ from dora.engine.messages import (
 )
 from dora.engine.request import Request
 
-
-class TransferLease:
-    """Expires `lease_s` after the last progress, or after the start."""
-
-    def __init__(self, lease_s: float, now_s: float) -> None:
-        self._lease_s, self._until_s = lease_s, now_s + lease_s
-        self._num_copied = 0
-
-    def has_expired(self, num_copied: int, now_s: float) -> bool:
-        """Check the lease, and renew it first if more blocks are copied than at the last check."""
-        if num_copied != self._num_copied:
-            self._num_copied, self._until_s = num_copied, now_s + self._lease_s
-        return now_s > self._until_s
+CommandT = TypeVar("CommandT", bound=StartExport | ReserveMigration)
 
 
-class OutgoingMigration:
-    """A request that this engine exports."""
+class Migration(Generic[CommandT]):
+    """One side of a migration. Its lease expires `lease_s` after the last progress, or after the start."""
 
-    def __init__(self, command: StartExport, handoff: Handoff, now_s: float) -> None:
+    def __init__(self, command: CommandT, handoff: Handoff, now_s: float) -> None:
         self.command, self.handoff = command, handoff
-        self.lease = TransferLease(command.lease_s, now_s)
-        self.reservation: Reservation | None = None  # None: the destination has not reserved a row yet
-        self.is_exported = False
         self.failure = ""  # why the migration must end, once there is a reason
+        self._expires_s, self._num_copied_before = now_s + command.lease_s, 0
 
     @property
     def num_copied(self) -> int:
         """Blocks that the destination has copied."""
         return 0
 
+    def check(self, now_s: float) -> str:
+        """Why the migration must end, or an empty string.
+
+        Renews the lease first if more blocks are copied than at the last check.
+        """
+        if self.failure:
+            return self.failure
+        if (num_copied := self.num_copied) != self._num_copied_before:
+            self._num_copied_before, self._expires_s = num_copied, now_s + self.command.lease_s
+        return "the lease has expired" if now_s > self._expires_s else ""
+
+
+class OutgoingMigration(Migration[StartExport]):
+    """A request that this engine exports."""
+
+    reservation: Reservation | None = None  # None: the destination has not reserved a row yet
+    is_exported = False
+
     def close(self) -> None:
         """Free what the export has occupied, beside the request."""
 
 
-class IncomingMigration:
+class IncomingMigration(Migration[ReserveMigration]):
     """A request that this engine imports."""
 
-    def __init__(self, command: ReserveMigration, handoff: Handoff, now_s: float) -> None:
-        self.command, self.handoff = command, handoff
-        self.lease = TransferLease(command.lease_s, now_s)
-        self.copy_s = 0.0
-        self.failure = ""  # why the migration must end, once there is a reason
-
-    @property
-    def num_copied(self) -> int:
-        """Blocks copied."""
-        return 0
+    copy_s = 0.0
 
     @property
     def num_bytes(self) -> int:
@@ -212,7 +207,7 @@ class Migrator(ABC, Generic[OutgoingT, IncomingT]):
             self._finish_export(request_id, migration)
             return
         is_reserved = migration.is_exported or self._is_reserved(migration)
-        if failure := self._failure_of(migration):
+        if failure := migration.check(self.clock()):
             if migration.is_exported and not migration.handoff.withdraw_export():
                 self._finish_export(request_id, migration)
             else:
@@ -249,7 +244,7 @@ class Migrator(ABC, Generic[OutgoingT, IncomingT]):
         self._replies.append(ExportFailed(migration.command.migration_id, failure))
 
     def _poll_incoming(self, request_id: RequestId, migration: IncomingT) -> None:
-        failure, snapshot = self._failure_of(migration), None
+        failure, snapshot = migration.check(self.clock()), None
         if not failure:
             try:
                 snapshot = self._advance_import(migration)
@@ -277,11 +272,4 @@ class Migrator(ABC, Generic[OutgoingT, IncomingT]):
                 stop_s=max(0.0, self.clock() - snapshot.stopped_at_s),
                 num_prefilled=num_prefilled,
             )
-        )
-
-    def _failure_of(self, migration: OutgoingMigration | IncomingMigration) -> str:
-        if migration.failure:
-            return migration.failure
-        return (
-            "the lease has expired" if migration.lease.has_expired(migration.num_copied, self.clock()) else ""
         )

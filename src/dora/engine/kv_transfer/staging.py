@@ -18,9 +18,8 @@ from dora.engine.block_manager import num_staging_blocks
 from dora.engine.kv_transfer.pool import (
     Checksums,
     KVBlocks,
-    MappedPool,
     PeerPool,
-    bytes_per_block,
+    SharedKV,
     checksum_blocks,
     create_pool,
     view_as_blocks,
@@ -29,36 +28,26 @@ from dora.engine.kv_transfer.pool import (
 _LANDING_BYTES = 4 * 2**20
 
 
-class StagedKV:
-    """The KV of an engine, `kv` [blocks, ...] on its device, for migrations; see `EngineKV`."""
+class StagedKV(SharedKV):
+    """The KV of an engine, `kv` [blocks, ...] on its device: what other engines map is a staging area."""
 
     def __init__(self, kv: Tensor, path: Path) -> None:
         """Create the staging area in the file `path`. Raises EngineError if there is no space for it."""
         self._kv = kv.view(torch.uint8).view(len(kv), -1)
         num_bytes = self._kv.shape[1]
         num_staged = num_staging_blocks(num_bytes, len(kv))
-        self.blocks: KVBlocks = view_as_blocks(create_pool(path, num_staged * num_bytes), num_staged)
-        self._staging = _as_bytes(self.blocks)
+        super().__init__(view_as_blocks(create_pool(path, num_staged * num_bytes), num_staged))
+        self._staging = torch.from_numpy(self.blocks.view(np.uint8))
         num_landing = min(num_staged, max(1, _LANDING_BYTES // num_bytes))
         self._landing = torch.empty(num_landing, num_bytes, dtype=torch.uint8, pin_memory=kv.is_cuda)
         self._landing_blocks: KVBlocks = self._landing.numpy().view(np.uint64)
-        if kv.is_cuda:
-            _pin(self._staging)
+        if kv.is_cuda:  # so that it copies to the area directly; it is slower where that fails
+            torch.cuda.cudart().cudaHostRegister(self._staging.data_ptr(), self._staging.numel(), 0)
         self._free = list(range(num_staged - 1, -1, -1))
-
-    @property
-    def num_bytes(self) -> int:
-        return bytes_per_block(self.blocks)
-
-    def __len__(self) -> int:
-        return len(self.blocks)
 
     @property
     def num_free(self) -> int:
         return len(self._free)
-
-    def open_peer(self, path: Path) -> PeerPool:
-        return MappedPool(path, self.num_bytes)
 
     def publish(self, blocks: Sequence[int]) -> tuple[list[int], Checksums]:
         staged = [self._free.pop() for _ in blocks]
@@ -84,12 +73,3 @@ class StagedKV:
         """Copies are made in the order of the steps that compute and read the KV."""
         if self._kv.is_cuda:
             torch.cuda.current_stream(self._kv.device).synchronize()
-
-
-def _as_bytes(blocks: KVBlocks) -> Tensor:
-    return torch.from_numpy(blocks.view(np.uint8))
-
-
-def _pin(memory: Tensor) -> None:
-    """Register host memory, so that a GPU copies to it directly. It is slower where that fails."""
-    torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
