@@ -1,6 +1,6 @@
 """The sample stream, TransferQueue and a plain queue: latency and throughput from a producer to consumers.
 
-Producer, server and consumers are three processes; the stream persists every put and commit and leases rows.
+Producer, server and consumers are three processes; consumers of the stream lease rows.
 `memcpy_share` is the throughput of one consumer at 100 MB per batch, relative to one copy in one process.
 Costs at 10^3 to 10^6 resident rows are CPU time of the server alone.
 
@@ -128,10 +128,10 @@ class QueueConsumer:
         """A queue has no leases."""
 
 
-def serve(folder: Path, metadata_db: Path) -> None:
+def serve(folder: Path) -> None:
     """The process of the server."""
     gc.freeze()
-    stream = SampleStream(FIELDS, folder, metadata_db=metadata_db, max_bytes=MAX_BYTES)
+    stream = SampleStream(FIELDS, folder, max_bytes=MAX_BYTES)
     StreamServer(stream, [transport.stream_endpoint(folder)]).run()
 
 
@@ -152,20 +152,17 @@ def measure(
 
 def measure_stream(loads: Sequence[Load], num_ones: int) -> Measured:
     folder = Path(tempfile.mkdtemp(prefix="dora-", dir=_MEMORY if _MEMORY.is_dir() else None))
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as disk:
-        server = context.Process(target=serve, args=(folder, Path(disk) / "samples.sqlite"), daemon=True)
-        server.start()
-        client = StreamClient(transport.stream_endpoint(folder), timeout_s=60.0)
-        client.register_consumer(TASK, ["ids", "logprobs"], lease_s=60.0)
-        try:
-            return measure(
-                StreamProducer(client), StreamConsumer, transport.stream_endpoint(folder), loads, num_ones
-            )
-        finally:
-            server.kill()
-            server.join()
-            shutil.rmtree(folder)
+    server = multiprocessing.get_context("spawn").Process(target=serve, args=(folder,), daemon=True)
+    server.start()
+    endpoint = transport.stream_endpoint(folder)
+    client = StreamClient(endpoint, timeout_s=60.0)
+    client.register_consumer(TASK, ["ids", "logprobs"], lease_s=60.0)
+    try:
+        return measure(StreamProducer(client), StreamConsumer, endpoint, loads, num_ones)
+    finally:
+        server.kill()
+        server.join()
+        shutil.rmtree(folder)
 
 
 def measure_queue(loads: Sequence[Load], num_ones: int) -> Measured:
@@ -202,9 +199,9 @@ def resident_costs(sizes: Sequence[int]) -> list[Row]:
     found: list[Row] = []
     with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as name:
         fields = [*FIELDS, Field("reward", "<f8")]
-        stream = SampleStream(fields, Path(name), metadata_db=Path(name) / "samples.sqlite")
-        stream.register_consumer(TASK, ["ids"])
-        stream.register_consumer("idle", ["reward"])
+        stream = SampleStream(fields, Path(name))
+        stream.metadata.register_consumer(TASK, ["ids"])
+        stream.metadata.register_consumer("idle", ["reward"])
         ids, logprobs = map(list, make_columns(256, 8))
         num_put = 0
 
@@ -212,12 +209,12 @@ def resident_costs(sizes: Sequence[int]) -> list[Row]:
             nonlocal num_put
             start_s = time.process_time()
             stream.put(make_samples(num_put, 256, 8), {"ids": ids, "logprobs": logprobs})
-            stream.flush()
-            lease = stream.lease(TASK, "me", BatchRequest(256), 0.0)
+            stream.free_unused()
+            lease = stream.metadata.lease(TASK, "me", BatchRequest(256), 0.0)
             assert lease is not None
             stream.batch(lease)
-            stream.commit(lease.lease_id, "me", 0.0)
-            stream.flush()
+            stream.metadata.commit(lease.lease_id, "me", 0.0)
+            stream.free_unused()
             num_put += 256
             return (time.process_time() - start_s) / 256
 

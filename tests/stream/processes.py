@@ -1,6 +1,6 @@
 """Processes that serve or use a stream, and can be killed: `python -m tests.stream.processes ROLE FOLDER`.
 
-serve    serves a persistent stream
+serve    serves a stream
 produce  puts rows from 0 on and prints their numbers
 consume  leases rows and prints them; commits after each line of stdin
 drain    after a line of stdin: commits and prints rows until none come
@@ -53,8 +53,7 @@ class StreamProcess:
 def serve(folder: Path) -> None:
     from tests.stream.sample_rows import FIELDS
 
-    stream = SampleStream(FIELDS, folder, metadata_db=folder / "samples.sqlite")
-    server = StreamServer(stream, [transport.stream_endpoint(folder)])
+    server = StreamServer(SampleStream(FIELDS, folder), [transport.stream_endpoint(folder)])
     print("ready", flush=True)
     server.run()
 

@@ -89,7 +89,7 @@ class StreamLease:
 
 
 class MetadataController:
-    """The rows and consumers of a stream. The owner passes the time, and persists what must survive."""
+    """The rows and consumers of a stream. The owner passes the time."""
 
     def __init__(self, names: Iterable[str], max_bytes: int | None = None) -> None:
         """`names` of the fields; `max_bytes` of all blocks, None: unlimited."""
@@ -98,8 +98,8 @@ class MetadataController:
         self.rows: dict[int, StreamRow] = {}  # by global index
         self.consumers: dict[str, StreamConsumer] = {}
         self.num_bytes = 0
-        self.next_index = 0
         self.freed_blocks: list[Block] = []  # no longer referenced; the storage takes them from here
+        self._next_index = 0
         self._requests: set[RequestId] = set()
         self._groups: dict[GroupId, list[StreamRow]] = {}
         self._leases: dict[int, StreamLease] = {}
@@ -172,11 +172,17 @@ class MetadataController:
 
     def add(self, samples: Sequence[SampleMeta], block: Block) -> range:
         """Add rows with their first columns; their indices. Requires `check_new`."""
-        indices = range(self.next_index, self.next_index + len(samples))
+        indices = range(self._next_index, self._next_index + len(samples))
+        self._next_index = indices.stop
         consumers = [*self.consumers.values()]
         self._add_block(block)
         for position, (index, sample) in enumerate(zip(indices, samples, strict=True)):
-            row = self._add_row(index, sample, block, position)
+            request, version, num_tokens = sample
+            blocks = ((block, position),)
+            row = StreamRow(index, request, request.group, version, num_tokens, block.field_mask, blocks)
+            self.rows[index] = row
+            self._requests.add(request)
+            self._groups.setdefault(row.group, []).append(row)
             for consumer in consumers:
                 consumer.offer(row)
         return indices
@@ -201,7 +207,8 @@ class MetadataController:
         consumers = [c for c in self.consumers.values() if c.needs & block.field_mask]
         for position, index in enumerate(indices):
             row = self.rows[index]
-            self._add_columns(row, block, position)
+            row.produced |= block.field_mask
+            row.blocks += ((block, position),)
             for consumer in consumers:
                 consumer.offer(row)
 
@@ -234,14 +241,18 @@ class MetadataController:
             raise StreamError(f"row {missing} is not on lease to {name!r}: another client must get it first")
         return StreamLease(0, consumer, "", rows, _blocks_of(rows, consumer), NO_TIMEOUT)
 
-    def commit(self, lease_id: int, client: str, now_s: float) -> StreamLease:
+    def commit(self, lease_id: int, client: str, now_s: float) -> None:
         """Mark the rows of a lease as consumed by its consumer. Raises StreamError."""
         lease = self._held_lease(lease_id, client, now_s)
         self._end(lease)
+        all_bits = (1 << len(self.consumers)) - 1
         for row in lease.rows:
-            if row.index in self.rows:  # not cleared meanwhile
-                self._consume(row, lease.consumer)
-        return lease
+            if row.index not in self.rows:  # cleared meanwhile
+                continue
+            row.consumed |= lease.consumer.bit
+            lease.consumer.num_consumed += 1
+            if row.consumed == all_bits:
+                self._remove(row)
 
     def release(self, lease_id: int, client: str, now_s: float) -> None:
         """End a lease; its rows go to the front of the ready queue. Raises StreamError."""
@@ -271,35 +282,11 @@ class MetadataController:
         for lease in [lease for lease in self._leases.values() if lease.client == client]:
             self._release(lease)
 
-    def clear(self, groups: Iterable[GroupId]) -> list[int]:
-        """Remove groups, whatever their status; the indices of their rows."""
-        rows = [row for group in dict.fromkeys(groups) for row in self._groups.get(group, ())]
-        for row in rows:
-            self._remove(row)
-        return [row.index for row in rows]
-
-    def restore(self, indices: Sequence[int], samples: Sequence[SampleMeta], block: Block) -> None:
-        """Add a persisted block. Call it before consumers are registered."""
-        self._add_block(block)
-        for position, (index, sample) in enumerate(zip(indices, samples, strict=True)):
-            if (row := self.rows.get(index)) is None:
-                self._add_row(index, sample, block, position)
-            else:
-                self._add_columns(row, block, position)
-
-    def restore_consumed(self, name: str | None, indices: Iterable[int]) -> None:
-        """Mark persisted commits of a consumer; None: the rows were cleared."""
-        for index in indices:
-            self.next_index = max(self.next_index, index + 1)
-            if (row := self.rows.get(index)) is None:
-                continue
-            if name is None:
+    def clear(self, groups: Iterable[GroupId]) -> None:
+        """Remove groups, whatever their status."""
+        for group in groups:
+            for row in [*self._groups.get(group, ())]:
                 self._remove(row)
-            elif not row.consumed & (consumer := self.consumer(name)).bit:
-                if row.queued & consumer.bit:
-                    consumer.ready.remove(row)
-                row.offered |= consumer.bit
-                self._consume(row, consumer)
 
     def consumer(self, name: str) -> StreamConsumer:
         """Raises StreamError if it is not registered."""
@@ -361,30 +348,10 @@ class MetadataController:
             consumer.ready.remove(row)
         return rows
 
-    def _add_row(self, index: int, sample: SampleMeta, block: Block, position: int) -> StreamRow:
-        request, version, num_tokens = sample
-        blocks = ((block, position),)
-        row = StreamRow(index, request, request.group, version, num_tokens, block.field_mask, blocks)
-        self.rows[index] = row
-        self._requests.add(request)
-        self._groups.setdefault(row.group, []).append(row)
-        self.next_index = max(self.next_index, index + 1)
-        return row
-
-    def _add_columns(self, row: StreamRow, block: Block, position: int) -> None:
-        row.produced |= block.field_mask
-        row.blocks += ((block, position),)
-
     def _add_block(self, block: Block) -> None:
         block.field_mask = self.field_mask(block.names)
         block.num_live_rows = block.num_rows
         self.num_bytes += block.location.num_bytes
-
-    def _consume(self, row: StreamRow, consumer: StreamConsumer) -> None:
-        row.consumed |= consumer.bit
-        consumer.num_consumed += 1
-        if row.consumed == (1 << len(self.consumers)) - 1:
-            self._remove(row)
 
     def _remove(self, row: StreamRow) -> None:
         for consumer in self.consumers.values():

@@ -82,7 +82,7 @@ class StorageSpec:
         self.folder.mkdir(exist_ok=True)
         stream = SampleStream(self.fields, self.folder)
         for name, fields, rules in self.consumers:
-            stream.register_consumer(name, fields, **rules)
+            stream.metadata.register_consumer(name, fields, **rules)
         remote = [] if self.host is None else [f"tcp://{self.host}:*"]
         return StreamServer(stream, [transport.stream_endpoint(self.folder), *remote])
 

@@ -1,6 +1,6 @@
 """Serve a stream to other processes, on the same host and on others, and to other threads of this one.
 
-One thread repeats: receive requests, execute them, flush the metadata, reply. A put without room and a get
+One thread repeats: receive requests, execute them, free unused blocks, reply. A put without room and a get
 without ready rows stay pending until they can be served or time out. Other threads call the stream directly,
 between two rounds of that thread.
 """
@@ -104,7 +104,7 @@ class StreamServer:
             if self.is_closed:
                 raise RunError("the sample stream is closed: its thread has ended")
             yield self._stream
-            self._stream.flush()
+            self._stream.free_unused()
             ready = {name for name, c in self._stream.metadata.consumers.items() if c.ready.num_rows}
             can_serve = bool(self._puts) or any(self._gets.get(name) for name in ready)
         if can_serve:
@@ -122,7 +122,7 @@ class StreamServer:
         self._receive(ready)
         self._stream.metadata.expire(time.monotonic())
         self._retry_pending()
-        self._stream.flush()
+        self._stream.free_unused()
         self._send_replies()
 
     def _receive(self, ready: Sequence[int]) -> None:
@@ -245,7 +245,7 @@ class StreamServer:
         rules: dict[str, Any] = {} if lease_s is None else {"lease_s": float(lease_s)}
         rules |= {key: int(header[key]) for key in ("group_size", "held_out_size")}
         rules["by_version"] = bool(header["by_version"])
-        self._stream.register_consumer(str(header["name"]), header["fields"], **rules)
+        self._stream.metadata.register_consumer(str(header["name"]), header["fields"], **rules)
         return {}, ()
 
     def _handle_put(self, client: ClientConnection, header: dict[str, Any], buffers: Frames) -> None:
@@ -283,11 +283,11 @@ class StreamServer:
         stream.metadata.consumer(name)
         if header.get("commit"):
             with contextlib.suppress(StreamError):  # the lease has ended
-                stream.commit(int(header["commit"]), client.name, time.monotonic())
+                stream.metadata.commit(int(header["commit"]), client.name, time.monotonic())
 
         def attempt() -> Reply | None:
             now_s = time.monotonic()
-            lease = stream.lease(name, client.name, request, now_s)
+            lease = stream.metadata.lease(name, client.name, request, now_s)
             if lease is None:
                 return None
             with contextlib.ExitStack() as on_error:  # the client would not know that it has the lease
@@ -307,7 +307,7 @@ class StreamServer:
         return self._lease_reply(lease, bool(header["inline"]))
 
     def _handle_commit(self, client: ClientConnection, header: dict[str, Any], _: Frames) -> Reply:
-        self._stream.commit(int(header["lease"]), client.name, time.monotonic())
+        self._stream.metadata.commit(int(header["lease"]), client.name, time.monotonic())
         return {}, ()
 
     def _handle_release(self, client: ClientConnection, header: dict[str, Any], _: Frames) -> Reply:
@@ -319,7 +319,7 @@ class StreamServer:
         return {}, ()
 
     def _handle_clear(self, _: ClientConnection, header: dict[str, Any], __: Frames) -> Reply:
-        self._stream.clear(transport.groups_from_json(header["groups"]))
+        self._stream.metadata.clear(transport.groups_from_json(header["groups"]))
         return {}, ()
 
     def _handle_evict(self, client: ClientConnection, header: dict[str, Any], _: Frames) -> Reply:
@@ -408,7 +408,7 @@ class InProcessClient:
 
     def clear(self, groups: Iterable[GroupId]) -> None:
         with self._server.exclusive() as stream:
-            stream.clear(groups)
+            stream.metadata.clear(groups)
 
     def evict(self, client_id: str) -> None:
         """As of `StreamClient`, soon."""
