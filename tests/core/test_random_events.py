@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TypeVar
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from tests.core.fake_workers import FakeWorkers, finished
 
+from dora.core import codec
 from dora.core.actions import Abort
 from dora.core.events import (
     DrainRequested,
@@ -30,6 +32,7 @@ from dora.core.events import (
     TimerFired,
     Trained,
 )
+from dora.core.orchestrator import Orchestrator
 from dora.core.types import AdaptiveStalenessRule, Limits
 
 EventT = TypeVar("EventT", bound=Event)
@@ -210,6 +213,13 @@ class RandomEvents(RuleBasedStateMachine):
         requests = state.engines[engine].requests
         lengths = tuple((request, state.requests[request].num_tokens + num_tokens) for request in requests)
         self.workers.deliver(ProgressReported(engine, lengths, rate, kv_usage))
+
+    @precondition(is_running)
+    @rule()
+    def the_orchestrator_is_restored_from_a_snapshot(self) -> None:
+        snapshot = json.dumps(codec.state_to_json(self.workers.state))
+        restored = codec.state_from_json(json.loads(snapshot))
+        self.workers.orchestrator = Orchestrator(restored.limits, restored)
 
     @rule(seconds=st.sampled_from([0.0, 0.1, 2.0]))
     def time_passes(self, seconds: float) -> None:

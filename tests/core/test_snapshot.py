@@ -1,45 +1,41 @@
-"""Snapshots: plain JSON, and the same for every orchestrator that has handled the same events."""
+"""Snapshots: a restored orchestrator continues as the original would; damaged snapshots are rejected."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.core.fake_workers import FakeWorkers, limits
 from tests.core.midrun import add_engine, add_running, state_at
 from tests.core.test_random_events import any_limits
 
-from dora.core import codec
-from dora.core.actions import Action, DecodeOnly, Migrate
-from dora.core.events import DrainRequested, EngineLost, Event, ProgressReported, TimerFired
+from dora.core import codec, invariants
+from dora.core.actions import DecodeOnly, Migrate
+from dora.core.events import DrainRequested, EngineLost, ProgressReported, TimerFired
 from dora.core.orchestrator import Orchestrator
 from dora.core.state import State
-from dora.core.types import Limits
+from dora.core.types import Limits, ProtocolError
 
 
-class RecordedRun(FakeWorkers):
-    """Keeps all events, as a journal does."""
-
-    def __init__(self, limits: Limits) -> None:
-        self.record: list[tuple[float, Event, list[Action]]] = []
-        super().__init__(limits, num_prompts=7)
-
-    def deliver(self, event: Event) -> list[Action]:
-        actions = super().deliver(event)
-        self.record.append((self.now, event, actions))
-        return actions
+def round_trip(state: State) -> Any:
+    """The snapshot as JSON, read back."""
+    return json.loads(json.dumps(codec.state_to_json(state)))
 
 
 @given(
     limits=any_limits,
     engines=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3), st.booleans()), min_size=1, max_size=4),
-    choices=st.lists(st.integers(0, 10**6), min_size=1, max_size=80),
+    choices=st.lists(st.integers(0, 10**6), min_size=1, max_size=60),
+    data=st.data(),
 )
-def test_a_replay_of_a_run_gives_its_actions_and_its_snapshot(
-    limits: Limits, engines: list[tuple[int, int, bool]], choices: list[int]
+def test_a_restored_orchestrator_returns_the_same_actions(
+    limits: Limits, engines: list[tuple[int, int, bool]], choices: list[int], data: st.DataObject
 ) -> None:
-    run = RecordedRun(limits)
+    """A run takes random events up to its middle; then both orchestrators get the same ones."""
+    run = FakeWorkers(limits, num_prompts=7)
     for number, (rows, slots, is_colocated) in enumerate(engines):
         run.join(number, rows, slots, is_colocated)
     for choice in choices:
@@ -51,11 +47,18 @@ def test_a_replay_of_a_run_gives_its_actions_and_its_snapshot(
             run.deliver(DrainRequested(min(run.state.engines)))
         if choice % 31 == 0 and len(run.state.engines) > 2:
             run.deliver(EngineLost(max(run.state.engines), "killed"))
-    replayed = Orchestrator(limits)
-    replayed.start(0.0)
-    assert all(replayed.handle(event, now) == actions for now, event, actions in run.record)
-    assert replayed.next_wakeup() == run.orchestrator.next_wakeup()
-    assert codec.state_to_json(replayed.snapshot()) == codec.state_to_json(run.state)
+    state = codec.state_from_json(round_trip(run.state))
+    assert invariants.check(state) == []
+    restored = Orchestrator(limits, state)
+    for _ in range(20):
+        if run.orchestrator.done or not (events := run.deliverable()):
+            break
+        event = data.draw(st.sampled_from(events))
+        run.now += data.draw(st.sampled_from([0.0, 0.5]))
+        actions = run.deliver(event)
+        assert restored.handle(event, run.now) == actions
+        assert restored.next_wakeup() == run.orchestrator.next_wakeup()
+    assert round_trip(restored.snapshot()) == round_trip(run.state)
 
 
 def busy_state() -> State:
@@ -77,15 +80,76 @@ def busy_state() -> State:
     return run.state
 
 
-def test_a_snapshot_is_plain_json() -> None:
-    raw = codec.state_to_json(busy_state())
-    assert json.loads(json.dumps(raw)) == raw
+def test_a_snapshot_keeps_everything() -> None:
+    state = busy_state()
+    again = codec.state_from_json(round_trip(state))
+    assert codec.state_to_json(again) == codec.state_to_json(state)
+    for name in (
+        "groups",
+        "requests",
+        "migrations",
+        "costs",
+        "num_open",
+        "engines",
+        "limits",
+        "stored_versions",
+        "num_unfinished",
+    ):
+        assert getattr(again, name) == getattr(state, name), name
+        assert type(getattr(again, name)) is type(getattr(state, name)), name
+    assert {*again.draining} == {*state.draining}
+    assert not again.dirty_engines, "no event has arrived yet"
+    assert {*again.colocated} == {*state.colocated}
+    assert invariants.check(again) == []
 
 
-def test_a_snapshot_shows_each_difference_of_the_state() -> None:
-    raw, state = codec.state_to_json(busy_state()), busy_state()
-    state.costs.observe_load(0.5)
-    state.num_open[7] += 1
-    state.engines[1].is_draining = True
-    again = codec.state_to_json(state)
-    assert {name for name in raw if raw[name] != again[name]} == {"costs", "num_open", "engines"}
+def test_a_snapshot_of_another_schema_is_rejected() -> None:
+    raw = round_trip(busy_state())
+    for foreign in ({}, {"schema": 99}, raw | {"schema": codec.SNAPSHOT_SCHEMA + 1}, raw | {"schema": None}):
+        with pytest.raises(ProtocolError, match="snapshot schema"):
+            codec.state_from_json(foreign)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(codec.state_to_json(state_at(limits(), newest=0)).keys() - {"schema"})
+)
+def test_a_snapshot_with_a_missing_field_is_rejected(name: str) -> None:
+    raw = round_trip(busy_state())
+    del raw[name]
+    with pytest.raises(ProtocolError, match="the snapshot is damaged"):
+        codec.state_from_json(raw)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("limits", {}),
+        ("limits", None),
+        ("groups", [[[0, 1], {}]]),
+        ("groups", 7),
+        ("groups", [[[0], None]]),
+        ("requests", [[[0, 1], {}]]),
+        ("engines", [[0, {"id": 0}]]),
+        ("migrations", [[[0, 1, 0], [1]]]),
+        ("num_open", [[1]]),
+        ("prompts", [[1, [0]]]),
+        ("costs", []),
+        ("ready_groups", 3),
+        ("newest_published", "two"),
+        ("next_step", None),
+        ("now_s", "late"),
+        ("is_stopped", 3),
+        ("stored_versions", [[0, 7]]),
+    ],
+)
+def test_a_damaged_snapshot_is_rejected(name: str, value: object) -> None:
+    raw = round_trip(busy_state()) | {name: value}
+    with pytest.raises(ProtocolError, match="the snapshot is damaged"):
+        codec.state_from_json(raw)
+
+
+def test_a_snapshot_with_contradicting_engines_and_requests_is_rejected() -> None:
+    raw = round_trip(busy_state())
+    raw["requests"] = raw["requests"][1:]
+    with pytest.raises(ProtocolError, match="the snapshot is damaged"):
+        codec.state_from_json(raw)

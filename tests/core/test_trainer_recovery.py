@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from tests.core.fake_workers import FakeWorkers, limits, one_engine, run_in_step
 
 from dora.core import actions, codec, events
+from dora.core.orchestrator import Orchestrator
 from dora.core.types import ProtocolError
 from dora.core.wait_graph import find_root_causes, find_waits
 
@@ -119,6 +122,17 @@ def test_a_run_does_not_finish_before_its_last_steps_are_redone() -> None:
     assert not run.actions(actions.Stop)
     run.deliver_all()
     assert run.actions(actions.Stop) == [actions.Stop()]
+
+
+def test_a_restored_orchestrator_redoes_the_remaining_steps() -> None:
+    run = run_in_step(5)
+    run.lose_trainer()
+    run.replace_trainer(from_step=3)
+    restored = codec.state_from_json(json.loads(json.dumps(codec.state_to_json(run.state))))
+    assert restored.redo_batches == run.state.redo_batches
+    run.orchestrator = Orchestrator(restored.limits, restored)
+    run.deliver_all()
+    assert run.orchestrator.done
 
 
 def test_a_lost_trainer_is_the_root_cause_and_not_a_stall() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from dora.core import event_handlers
+from dora.core import codec, event_handlers
 from dora.core.actions import Action
 from dora.core.events import Event
 from dora.core.state import State
@@ -84,3 +84,9 @@ def instead_of_handling(message: str, kind: type[Any]) -> Decorator:
         return change
 
     return register
+
+
+def forget_in_snapshot(name: str, value: object, message: str) -> None:
+    """Add the fault that the written state has `value` in place of one field."""
+    broken = replacement(codec, "state_to_json", lambda original, state: original(state) | {name: value})
+    add_fault(f"a_snapshot_forgets_{name}", message, broken)

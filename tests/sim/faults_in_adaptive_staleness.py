@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from tests.sim.fault_tools import (
@@ -10,6 +10,7 @@ from tests.sim.fault_tools import (
     Replacement,
     add_fault,
     before_handling,
+    forget_in_snapshot,
     replacement,
     replaces,
 )
@@ -43,6 +44,7 @@ add_fault(
         for module in (admission, bound, weight_sync)
     ),
 )
+forget_in_snapshot("adaptive_staleness", asdict(AdaptiveStaleness()), "a resumed orchestrator")
 
 
 @before_handling("C3", Resumed)

@@ -9,6 +9,7 @@ from tests.sim.fault_tools import (
     Replacement,
     add_fault,
     after_handling,
+    forget_in_snapshot,
     replacement,
     replaces,
 )
@@ -69,6 +70,8 @@ add_fault(
         property(lambda run: max(0, run.num_requests - run.num_started - 1)),
     ),
 )
+forget_in_snapshot("evaluation", None, "ProtocolError")
+forget_in_snapshot("last_evaluated", -1, "a resumed orchestrator")
 
 
 @replaces("are evaluated at once", evaluation, "start_if_due")

@@ -1,4 +1,4 @@
-"""Deliberate faults in admission, the bound, batches and steps, and the message of each."""
+"""Deliberate faults in admission, the bound, batches, steps and the snapshot, and the message of each."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tests.sim.fault_tools import (
     Replacement,
     add_fault,
     after_handling,
+    forget_in_snapshot,
     instead_of_handling,
     replaces,
 )
@@ -111,6 +112,11 @@ add_fault(
     "the curriculum skipped no group",
     (event_handlers, "_update_curriculum", lambda state, event: None),
 )
+forget_in_snapshot("skipped_until", [], "the curriculum skipped no group")
+forget_in_snapshot("migrations", [], "ProtocolError")
+forget_in_snapshot("num_fetching", 0, "ProtocolError")
+forget_in_snapshot("committed", [], "ProtocolError")
+forget_in_snapshot("admission_version", None, "a resumed orchestrator")
 
 
 @replaces("C3", Limits, "deadline")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import count
-
 from tests.sim.fault_tools import Function, add_fault, after_handling, replaces
 
-from dora.core import admission, recovery
+from dora.core import recovery
 from dora.core.actions import Action, Publish
 from dora.core.events import TrainerLost, TrainerReplaced
 from dora.core.state import State
-
-_calls = count()
 
 add_fault("more_steps_are_ignored", "C3: ", (recovery, "replace", lambda limits, num_steps: limits))
 
@@ -36,15 +32,3 @@ def a_lost_trainer_is_ignored(state: State, event: TrainerLost, actions: list[Ac
 def the_step_of_a_lost_trainer_stays_active(state: State, event: TrainerLost, actions: list[Action]) -> None:
     if state.newest_published in state.batches:
         state.training_step = state.newest_published
-
-
-@replaces("a replay of", admission, "admit")
-def a_rule_depends_on_more_than_the_events(original: Function, state: State) -> list[Action]:
-    return original(state) if next(_calls) % 3 else []
-
-
-@replaces("a replay gives another state", admission, "admit")
-def a_rule_counts_what_no_event_tells(original: Function, state: State) -> list[Action]:
-    state.num_aborted_tokens = next(_calls)
-    actions: list[Action] = original(state)
-    return actions

@@ -22,6 +22,7 @@ MAX_EVENTS = 5_000
 RARE_SEEDS = {
     "a_finished_request_needs_no_decision": (43,),
     "a_request_that_migrated_during_its_abort_is_not_aborted_again": (138,),
+    "a_snapshot_forgets_num_fetching": (57,),
     "running_requests_keep_their_version": (196,),
     "waiting_requests_keep_their_version": (85,),
 }

@@ -1,23 +1,23 @@
-"""JSON of events and actions, as in the journal, and of the state, as in checkpoints.
+"""JSON codecs for events and actions, as in the journal, and for the state, as in checkpoints.
 
 An event is written as `{"kind": "request_finished", ...}`: the class name in snake case, then its fields.
 Decoding is strict, so that a damaged journal is rejected; only a field with a default may be missing, since
-older versions did not write it. The state is only written: a resume compares it with that of the replayed
-journal. Its mappings are lists of pairs, because their keys are ids and numbers; its indexes are left out.
+older versions did not write it. Mappings of the state are written as lists of pairs, because their keys are
+ids and numbers. Indexes are not written: decoding rebuilds them.
 """
 
 from __future__ import annotations
 
 import re
 import typing
-from collections import deque
-from collections.abc import Mapping, Set
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping, Set
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Any
 
-from dora.core import actions, events
+from dora.core import actions, events, invariants
 from dora.core.actions import Action
 from dora.core.events import Event
 from dora.core.index import Indexes
@@ -90,6 +90,24 @@ def state_to_json(state: State) -> dict[str, Any]:
     }
 
 
+def state_from_json(raw: Mapping[str, Any]) -> State:
+    """The state of which `state_to_json` made a snapshot. Raises ProtocolError if the snapshot is damaged."""
+    if raw.get("schema") != SNAPSHOT_SCHEMA:
+        raise ProtocolError(f"snapshot schema {raw.get('schema')!r}; this version reads {SNAPSHOT_SCHEMA}")
+    hints = _type_hints(State)
+    try:
+        values = {name: _decode_value(hints[name], raw[name]) for name in _SNAPSHOT_FIELDS}
+        engines = values.pop("engines")
+        state = State(**values)
+        state.rebuild_indexes(engines)
+        broken = invariants.check(state)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"the snapshot is damaged: {error!r}") from error
+    if broken:
+        raise ProtocolError(f"the snapshot is damaged: {broken[0]}")
+    return state
+
+
 def _decode_record(cls: type, raw: Mapping[str, Any]) -> object:
     hints, optional = _type_hints(cls), _optional_fields(cls)
     try:
@@ -111,6 +129,8 @@ def _optional_fields(cls: type) -> frozenset[str]:
 
 _REBUILT_FIELDS = {"colocated", "draining", *(f.name for f in fields(Indexes))}  # by State.rebuild_indexes
 _SNAPSHOT_FIELDS = tuple(f.name for f in fields(State) if f.name not in _REBUILT_FIELDS)
+_MAPPINGS: dict[type, Callable[..., Any]] = {dict: dict, OrderedDict: OrderedDict, Counter: Counter}
+_SEQUENCES: dict[type, Callable[..., Any]] = {list: list, set: set, deque: deque}
 
 
 def _encode_value(value: Any) -> Any:
@@ -123,3 +143,30 @@ def _encode_value(value: Any) -> Any:
     if isinstance(value, tuple | list | deque):
         return [_encode_value(item) for item in value]
     return value
+
+
+def _decode_value(hint: Any, raw: Any) -> Any:
+    """Convert a part of a snapshot to the type `hint`: all fields must be there, with exactly its type."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in _MAPPINGS:
+        item = int if origin is Counter else args[1]
+        pairs = ((_decode_value(args[0], key), _decode_value(item, value)) for key, value in raw)
+        return _MAPPINGS[origin](dict(pairs))
+    if origin in _SEQUENCES:
+        return _SEQUENCES[origin](_decode_value(args[0], value) for value in raw)
+    if origin is tuple:
+        items = [args[0]] * len(raw) if args[-1] is Ellipsis else args
+        return tuple(_decode_value(item, value) for item, value in zip(items, raw, strict=True))
+    if origin is UnionType:
+        return None if raw is None else _decode_value(args[0], raw)
+    if is_dataclass(hint):
+        hints = _type_hints(typing.cast(type, hint))
+        values = {name: _decode_value(h, raw[name]) for name, h in hints.items()}
+        return typing.cast(Any, hint)(**values)
+    if isinstance(hint, type) and issubclass(hint, tuple):
+        hints = _type_hints(hint)
+        return hint(*(_decode_value(h, value) for h, value in zip(hints.values(), raw, strict=True)))
+    expected = {type(None) if hint is None else hint} | ({int} if hint is float else set())
+    if type(raw) not in expected:
+        raise TypeError(f"expected {hint}, found {raw!r}")
+    return raw

@@ -418,3 +418,4 @@ class State(Indexes):
         for group in sorted(self.groups.values(), key=lambda g: g.index):
             if not group.is_scored:
                 self.unscored.setdefault(group.cohort, {})[group.id] = None
+        self.dirty_engines.clear()  # the last event before the snapshot was handled
