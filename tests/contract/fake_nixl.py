@@ -13,32 +13,23 @@ MODULE = "nixl._api"
 class Agent:
     """An agent that reads the registered memory of all others."""
 
-    registered: ClassVar[dict[tuple[str, int], Tensor]] = {}  # by agent and address
     agents: ClassVar[dict[str, Agent]] = {}
-    state = "DONE"  # in which each read ends
+    state = "DONE"  # of each read; "ERR": it raises an error
 
     def __init__(self, name: str, config: Any) -> None:
         assert (config.backends, config.enable_prog_thread) == (["UCX"], False)
         self.name, self.known, self.notifications = name, set[str](), list[bytes]()
+        self.memory = list[Tensor]()
         self.agents[name] = self
 
     def exit(self) -> None:
         """As if its process had been killed."""
         del self.agents[self.name]
 
-    def register_memory(self, tensors: list[Tensor]) -> list[int]:
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        self.registered.update({(self.name, tensor.data_ptr()): tensor for tensor in tensors})
-        return addresses
+    def register_memory(self, tensors: list[Tensor]) -> None:
+        self.memory += tensors
 
-    def deregister_memory(self, addresses: list[int]) -> None:
-        for address in addresses:
-            del self.registered[self.name, address]
-
-    def get_partial_agent_metadata(
-        self, addresses: list[int], has_connection: bool, backends: list[str]
-    ) -> bytes:
-        assert has_connection
+    def get_agent_metadata(self) -> bytes:
         return self.name.encode()
 
     def add_remote_agent(self, metadata: bytes) -> str:
@@ -57,17 +48,23 @@ class Agent:
     def initialize_xfer(
         self, operation: str, own: list[Tensor], theirs: list[Any], agent: str, notification: bytes
     ) -> Any:
-        ((address, num_bytes, device),) = theirs
+        ((address, num_bytes, device),), (target,) = theirs, own
         assert (operation, device, agent in self.known) == ("READ", 0, True)
-        if (source := self.registered.get((agent, address))) is None or source.nbytes != num_bytes:
-            raise AgentError("NIXL_ERR_NOT_FOUND")
-        assert (self.name, own[0].data_ptr()) in self.registered
-        return SimpleNamespace(source=source, target=own[0], agent=agent, key=notification, release=int)
+        if agent not in self.agents:
+            raise AgentError("NIXL_ERR_REMOTE_DISCONNECT")
+        ((memory,), (own_memory,)) = self.agents[agent].memory, self.memory
+        start, own_start = address - memory.data_ptr(), target.data_ptr() - own_memory.data_ptr()
+        assert 0 <= start <= start + num_bytes <= memory.nbytes, "not registered"
+        assert 0 <= own_start <= own_start + target.nbytes <= own_memory.nbytes, "not registered"
+        source = memory[start : start + num_bytes]
+        return SimpleNamespace(source=source, target=target, agent=agent, key=notification, release=int)
 
     def transfer(self, handle: Any) -> str:
         return "PROC"
 
     def check_xfer_state(self, handle: Any) -> str:
+        if self.state == "ERR":
+            raise AgentError("NIXL_ERR_REMOTE_DISCONNECT")
         if self.state == "DONE":
             handle.target.copy_(handle.source)
             self.agents[handle.agent].notifications.append(handle.key)

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from dora.engine.backends.server_plugins import dora_kv_files as kv_files
 
-NUM_SLOTS = 8
+NUM_SLOTS = 64
 SLOTS = [6, 1, 2]  # of the request
 Origin = Any
 Make = Callable[..., Any]
@@ -29,9 +31,7 @@ Make = Callable[..., Any]
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(Agent, "registered", {})
     monkeypatch.setattr(Agent, "agents", {})
-    monkeypatch.setattr(Agent, "state", "DONE")
     with imported_plugin(monkeypatch, "dora_sglang_kv", {fake_nixl.MODULE: fake_nixl.MEMBERS}) as module:
         yield module
 
@@ -68,8 +68,8 @@ def test_a_server_reads_the_kv_of_another_one(module: Any, origin: Origin, tmp_p
     assert target.num_slots(tmp_path / "r") == 3
     target.read(tmp_path / "r", origin, [0, 5], 1)
     assert [layer[[0, 5], 0].tolist() for layer in target.layers] == [[1001.0, 1002.0], [1101.0, 1102.0]]
-    assert target._agent.known == set()
-    wait_until(lambda: not Agent.registered)
+    wait_until(lambda: not source._arena._taken)
+    assert target._arena._taken == {}
 
 
 def test_a_request_that_stays_has_its_own_kv_again(module: Any, origin: Origin, tmp_path: Path) -> None:
@@ -77,21 +77,44 @@ def test_a_request_that_stays_has_its_own_kv_again(module: Any, origin: Origin, 
     exported(source, tmp_path / "r", origin)
     source.read(tmp_path / "r", origin, [3, 4, 5], 0)
     assert source.layers[0][[3, 4, 5], 0].tolist() == [1006.0, 1001.0, 1002.0]
+    assert source._arena._taken == {}
 
 
-def test_the_memory_of_a_request_that_no_server_reads_is_freed_after_a_lease(
+def test_memory_that_no_server_reads_is_used_again_after_a_lease(
     module: Any, origin: Origin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LEASE_S", 100.0)
+    """A server that reads it too late finds that."""
     source, target = module.KVOverNixl(layers_of(1), 0), module.KVOverNixl(layers_of(2), 0)
-    part = exported(source, tmp_path / "kept", origin)
+    kept = exported(source, tmp_path / "kept", origin)
     monkeypatch.setattr(module, "LEASE_S", -1.0)
-    exported(source, tmp_path / "r", origin)
-    wait_until(lambda: [*source._exported] == [part.key])
-    with pytest.raises(module.kv_files.KVFileError, match="NOT_FOUND"):
-        target.read(tmp_path / "r", origin, SLOTS, 0)
-    assert target._agent.known == set()
+    late = exported(source, tmp_path / "late", origin)
+    wait_until(lambda: [*source._exported] == [kept.key])
+    monkeypatch.setattr(module, "LEASE_S", 60.0)
+    source.layers[0].zero_()
+    assert exported(source, tmp_path / "next", origin).address == late.address
+    with pytest.raises(module.kv_files.KVFileError, match="checksum"):
+        target.read(tmp_path / "late", origin, SLOTS, 0)
+    assert target._arena._taken == {}
     target.read(tmp_path / "kept", origin, SLOTS, 0)
+
+
+def test_kv_without_memory_is_not_offered(module: Any, origin: Origin, tmp_path: Path) -> None:
+    """Parts that were freed are used again."""
+    arena = module._Arena(3 * 4096)
+    first, second, third = (arena.take(4096 - number) for number in range(3))
+    assert [part.nbytes for part in (first, second, third)] == [4096, 4095, 4094]
+    with pytest.raises(module.kv_files.KVFileError, match="no memory for 1 more bytes"):
+        arena.take(1)
+    arena.free(second)
+    assert arena.take(10).data_ptr() == second.data_ptr()
+
+
+def test_an_old_ticket_is_not_used(module: Any, origin: Origin, tmp_path: Path) -> None:
+    source, target = module.KVOverNixl(layers_of(1), 0), module.KVOverNixl(layers_of(2), 0)
+    exported(source, tmp_path / "r", origin)
+    os.utime(tmp_path / "r" / kv_files.TICKET_FILE, (0.0, time.time() - 30.0))
+    with pytest.raises(module.kv_files.KVFileError, match="has waited 30 s"):
+        target.read(tmp_path / "r", origin, SLOTS, 0)
 
 
 def change_ticket(folder: Path, change: Callable[[Any], Any]) -> None:
@@ -127,25 +150,46 @@ def test_kv_of_something_else_is_refused(
 
 
 def test_a_server_that_was_killed_cannot_be_read(module: Any, origin: Origin, tmp_path: Path) -> None:
+    """Nor one that this server has read before."""
     source, target = module.KVOverNixl(layers_of(1), 0), module.KVOverNixl(layers_of(2), 0)
     exported(source, tmp_path / "r", origin)
+    exported(source, tmp_path / "s", origin)
+    target.read(tmp_path / "r", origin, SLOTS, 0)
     source._agent.exit()
-    with pytest.raises(module.kv_files.KVFileError, match="NIXL_ERR_BACKEND"):
-        target.read(tmp_path / "r", origin, SLOTS, 0)
+    for error in ("REMOTE_DISCONNECT", "NIXL_ERR_BACKEND"):
+        with pytest.raises(module.kv_files.KVFileError, match=error):
+            target.read(tmp_path / "s", origin, SLOTS, 0)
+    assert (target._arena._taken, target._agent.known) == ({}, set())
 
 
-def test_memory_into_which_a_read_may_still_write_is_not_freed(
+def test_a_read_that_fails_leaves_nothing(
     module: Any, origin: Origin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A read that has failed leaves nothing."""
     source, target = module.KVOverNixl(layers_of(1), 0), module.KVOverNixl(layers_of(2), 0)
     exported(source, tmp_path / "r", origin)
     monkeypatch.setattr(target._agent, "state", "ERR")
-    with pytest.raises(module.kv_files.KVFileError, match="ERR"):
+    with pytest.raises(module.kv_files.KVFileError, match="REMOTE_DISCONNECT"):
         target.read(tmp_path / "r", origin, SLOTS, 0)
-    assert (target._unfinished, len(Agent.registered)) == ([], 1)
-    monkeypatch.setattr(target._agent, "state", "PROC")
+    assert (target._arena._taken, target._agent.known) == ({}, set())
+    monkeypatch.setattr(target._agent, "state", "DONE")
+    target.read(tmp_path / "r", origin, SLOTS, 0)
+
+
+def test_memory_into_which_a_read_may_still_write_is_kept(
+    module: Any, origin: Origin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next tickets of a server that does not respond are not tried: all requests would wait again."""
+    source, target = module.KVOverNixl(layers_of(1), 0), module.KVOverNixl(layers_of(2), 0)
+    other = module.KVOverNixl(layers_of(1), 0)
+    exported(source, tmp_path / "r", origin)
+    exported(other, tmp_path / "s", origin)
     monkeypatch.setattr(module, "READ_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(target._agent, "state", "PROC")
     with pytest.raises(module.kv_files.KVFileError, match="did not arrive"):
         target.read(tmp_path / "r", origin, SLOTS, 0)
-    assert (len(target._unfinished), len(Agent.registered)) == (1, 2)
+    with pytest.raises(module.kv_files.KVFileError, match="did not respond"):
+        target.read(tmp_path / "r", origin, SLOTS, 0)
+    assert len(target._arena._taken) == 1
+    monkeypatch.setattr(target._agent, "state", "DONE")
+    target.read(tmp_path / "s", origin, SLOTS, 0)
+    assert target._arena._taken == {}

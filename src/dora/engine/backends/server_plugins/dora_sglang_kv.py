@@ -10,6 +10,7 @@ import base64
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any, NamedTuple
@@ -19,9 +20,11 @@ import torch
 from torch import Tensor
 
 LEASE_S = 60.0  # of KV that no server has read
-READ_TIMEOUT_S = 10.0
+MAX_TICKET_AGE_S = 20.0  # since it has come to this machine; older ones are not used
+READ_TIMEOUT_S = 5.0  # all requests wait for a read
+MAX_BYTES = 8 * 2**30  # of a worker's KV that others read, and that it reads
 _POLL_S = 2e-4  # while KV may be read
-_BACKEND = "UCX"
+_ALIGNMENT = 64
 
 
 class KVInFiles:
@@ -60,14 +63,13 @@ class KVInFiles:
 
 
 class KVPart(NamedTuple):
-    """Where a worker has its part of a request's KV for others, and what its bytes must be."""
+    """Where others read a worker's part of a request's KV, and what its bytes must be."""
 
     key: str
-    metadata: str  # of the worker's NIXL agent and of this memory, in base64
-    memory: str  # "DRAM" or "VRAM"
+    agent: str  # name of the worker's NIXL agent
+    metadata: str  # of the agent, in base64
     address: int
     num_bytes: int
-    device: int
     checksum: int
 
 
@@ -82,16 +84,42 @@ class _Source(NamedTuple):
 class _Exported(NamedTuple):
     """KV in memory that other servers read."""
 
-    content: Tensor  # [layers, slots, ...]
-    registration: Any
+    content: Tensor  # bytes
     expires_s: float
+
+
+class _Arena:
+    """Host memory that NIXL has registered. It stays mapped.
+
+    So a read that comes too late finds other bytes, and no address that would end the process. The checksum
+    is then another one.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.content = torch.empty(num_bytes, dtype=torch.uint8)  # a page has memory once it is used
+        self._taken: dict[int, int] = {}  # first and last byte
+
+    def take(self, num_bytes: int) -> Tensor:
+        """A part that is not in use. Raises KVFileError if there is none of this size."""
+        start = 0
+        for first, last in sorted(self._taken.items()):
+            if first - start >= num_bytes:
+                break
+            start = -(-last // _ALIGNMENT) * _ALIGNMENT
+        if start + num_bytes > len(self.content):
+            raise kv_files.KVFileError(f"no memory for {num_bytes} more bytes of KV between servers")
+        self._taken[start] = start + num_bytes
+        return self.content[start : start + num_bytes]
+
+    def free(self, part: Tensor) -> None:
+        del self._taken[part.data_ptr() - self.content.data_ptr()]
 
 
 class KVOverNixl:
     """For servers of several machines, too: by a ticket in the folder, one reads the memory of the other.
 
-    KV is copied into memory of its own, which is registered with NIXL until it has been read or its lease is
-    over. SGLang may then use the slots of the request again, and empty its prefix cache.
+    KV is copied into host memory of its own. SGLang may then use the slots of the request again, and empty
+    its prefix cache.
     """
 
     layout_prefix = (kv_files.BY_TICKET,)
@@ -105,31 +133,36 @@ class KVOverNixl:
                 "kv_connector = 'nixl' needs NIXL in the environment of SGLang: pip install --no-deps nixl "
                 "nixl-cu12"
             ) from error
-
         self.layers, self._rank = layers, rank
+        self._slot_bytes = sum(layer[0].nbytes for layer in layers)
         # NIXL's own thread would use a core, also when there is nothing to read.
-        config = nixl_agent_config(backends=[_BACKEND], enable_prog_thread=False)
-        self._agent, self._lock = nixl_agent(uuid.uuid4().hex, config), Lock()
+        config = nixl_agent_config(backends=["UCX"], enable_prog_thread=False)
+        self._name, self._lock = uuid.uuid4().hex, Lock()
+        self._agent = nixl_agent(self._name, config)
+        self._arena = _Arena(min(MAX_BYTES, sum(layer.nbytes for layer in layers)))
+        if layers:
+            self._agent.register_memory([self._arena.content])
+        self._metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
+        self._known: set[str] = set()  # agents of other servers
+        self._silent: dict[str, float] = {}  # those that did not respond: until when they are not asked
         self._exported: dict[str, _Exported] = {}  # by key
         self._has_exported = Event()
-        self._unfinished: list[Any] = []  # reads that did not end in time: their memory stays
+        self._unfinished: list[tuple[Any, Tensor]] = []  # reads that may still write
         Thread(target=self._serve, daemon=True).start()
 
     def write(self, folder: Path, origin: Any, slots: Sequence[int], num_tokens: int) -> KVPart:
         """Offer this worker's KV. Raises KVFileError, OutOfMemoryError."""
-        content = self._empty(len(slots))
-        checksum = kv_files.copy_out(self.layers, slots, content)
-        key, device = uuid.uuid4().hex, max(0, content.get_device())
-        try:
-            with self._lock:
-                registration = self._agent.register_memory([content])
-                metadata = self._agent.get_partial_agent_metadata(registration, True, [_BACKEND])
-                self._exported[key] = _Exported(content, registration, time.monotonic() + LEASE_S)
-                self._has_exported.set()
-        except Exception as error:  # NIXL's own errors have no common base
-            raise kv_files.KVFileError(f"NIXL cannot offer its KV: {error!r}") from error
-        memory, encoded = _memory_of(content), base64.b64encode(metadata).decode()
-        return KVPart(key, encoded, memory, content.data_ptr(), content.nbytes, device, checksum)
+        with self._lock:
+            content = self._arena.take(len(slots) * self._slot_bytes)
+            try:
+                checksum = kv_files.copy_out(self.layers, slots, self._as_blocks(content))
+            except torch.OutOfMemoryError:
+                self._arena.free(content)
+                raise
+            key = uuid.uuid4().hex
+            self._exported[key] = _Exported(content, time.monotonic() + LEASE_S)
+            self._has_exported.set()
+        return KVPart(key, self._name, self._metadata, content.data_ptr(), content.nbytes, checksum)
 
     def finish(self, folder: Path, origin: Any, num_tokens: int, parts: Sequence[KVPart]) -> None:
         """Write the ticket. Raises OSError."""
@@ -139,33 +172,45 @@ class KVOverNixl:
 
     def num_slots(self, folder: Path) -> int:
         """How many slots of KV a ticket is of. Raises KVFileError."""
-        return self._source_in(folder).num_slots
+        return _source_in(folder).num_slots
 
     def read(self, folder: Path, origin: Any, slots: Sequence[int], first: int) -> None:
-        """As `KVInFiles.read`. Raises OutOfMemoryError, too."""
-        source = self._source_in(folder)
+        """As `KVInFiles.read`. Raises OSError and OutOfMemoryError, too."""
+        source = _source_in(folder)
         if source.origin != origin:
             raise kv_files.KVFileError(f"{folder} has KV of {source.origin}; this server has {origin}")
         part = source.parts[self._rank]
         has_all = first + len(slots) <= source.num_slots
         if not has_all or part.num_bytes != source.num_slots * self._slot_bytes:
             raise kv_files.KVFileError(f"{folder} has {part.num_bytes} bytes in {source.num_slots} slots")
-        if (own := self._exported.get(part.key)) is not None:  # the request stays here
-            content = own.content
-        else:
-            content = self._empty(source.num_slots)
-            with self._lock:
-                self._read_into(content, part)
-        kv_files.copy_in(content, part.checksum, self.layers, slots, first)
+        if (age_s := time.time() - (folder / kv_files.TICKET_FILE).stat().st_mtime) > MAX_TICKET_AGE_S:
+            raise kv_files.KVFileError(f"its ticket has waited {age_s:.0f} s")
+        with self._lock:
+            own = self._exported.pop(part.key, None)  # the request stays here
+            content = self._read_from(part) if own is None else own.content
+            try:
+                stored = self._as_blocks(content)
+                kv_files.copy_in(stored, part.checksum, self.layers, slots, first)
+            finally:
+                self._arena.free(content)
 
     def remove(self, folder: Path) -> None:
         """The engine removes tickets."""
+
+    def _as_blocks(self, content: Tensor) -> Tensor:
+        """The bytes of some slots as [layers, slots, ...]."""
+        sample = self.layers[0]
+        return content.view(sample.dtype).view(len(self.layers), -1, *sample.shape[1:])
 
     def _serve(self) -> None:
         """In a thread: while there is exported KV, let others read it, and free what is read or too old."""
         while self._has_exported.wait():
             with self._lock:
-                self._free(self._newly_read())
+                read, now_s = self._newly_read(), time.monotonic()
+                for key, exported in [*self._exported.items()]:
+                    if key in read or now_s > exported.expires_s:
+                        del self._exported[key]
+                        self._arena.free(exported.content)
                 if not self._exported:
                     self._has_exported.clear()
             time.sleep(_POLL_S)
@@ -177,67 +222,66 @@ class KVOverNixl:
         except Exception:  # NIXL's own errors have no common base
             return set()
 
-    def _free(self, read: set[str]) -> None:
+    def _read_from(self, part: KVPart) -> Tensor:
+        """The bytes that a worker of another server has. Raises KVFileError."""
+        self._end_reads()
         now_s = time.monotonic()
-        for key, exported in [*self._exported.items()]:
-            if key in read or now_s > exported.expires_s:
-                del self._exported[key]
-                self._agent.deregister_memory(exported.registration)
-
-    def _read_into(self, content: Tensor, part: KVPart) -> None:
-        """Read the memory of a worker of another server. Raises KVFileError."""
-        registration = handle = None
-        server = state = ""
+        if now_s < self._silent.get(part.agent, 0.0):
+            raise kv_files.KVFileError("its server did not respond to another read just now")
+        content, handle, state = self._arena.take(part.num_bytes), None, ""
         try:
-            server = self._agent.add_remote_agent(base64.b64decode(part.metadata))
-            registration = self._agent.register_memory([content])
+            if part.agent not in self._known:
+                self._agent.add_remote_agent(base64.b64decode(part.metadata))
+                self._known.add(part.agent)
             own = self._agent.get_xfer_descs([content])
-            theirs = self._agent.get_xfer_descs([(part.address, part.num_bytes, part.device)], part.memory)
-            handle = self._agent.initialize_xfer("READ", own, theirs, server, part.key.encode())
-            state, deadline_s = self._agent.transfer(handle), time.monotonic() + READ_TIMEOUT_S
-            while state == "PROC" and time.monotonic() < deadline_s:
+            theirs = self._agent.get_xfer_descs([(part.address, part.num_bytes, 0)], "DRAM")
+            handle = self._agent.initialize_xfer("READ", own, theirs, part.agent, part.key.encode())
+            state = self._agent.transfer(handle)
+            while state == "PROC" and time.monotonic() < now_s + READ_TIMEOUT_S:
                 time.sleep(_POLL_S)
                 state = self._agent.check_xfer_state(handle)
         except Exception as error:  # NIXL's own errors have no common base
-            raise kv_files.KVFileError(f"NIXL cannot read its KV: {error!r}") from error
-        finally:
+            state = repr(error)
+        if state == "PROC":
+            self._unfinished.append((handle, content))
+            self._silent[part.agent] = time.monotonic() + LEASE_S
+            raise kv_files.KVFileError(f"its KV did not arrive within {READ_TIMEOUT_S:.0f} s")
+        _release(handle)
+        if state != "DONE":
+            self._arena.free(content)
+            self._known.discard(part.agent)
+            with suppress(Exception):  # it is unknown
+                self._agent.remove_remote_agent(part.agent)
+            raise kv_files.KVFileError(f"NIXL cannot read its KV: {state}")
+        return content
+
+    def _end_reads(self) -> None:
+        """Free the memory of reads that did not end in time, and have ended now."""
+        unfinished, self._unfinished = self._unfinished, []
+        for handle, content in unfinished:
+            try:
+                state = self._agent.check_xfer_state(handle)
+            except Exception:  # as above
+                state = "ERR"
             if state == "PROC":
                 self._unfinished.append((handle, content))
             else:
-                self._forget(handle, registration, server)
-        if state != "DONE":
-            reason = f"it did not arrive within {READ_TIMEOUT_S:.0f} s" if state == "PROC" else state
-            raise kv_files.KVFileError(f"NIXL cannot read its KV: {reason}")
-
-    def _forget(self, handle: Any, registration: Any, server: str) -> None:
-        """A read has ended. The server's next ticket is of other memory, perhaps at the same address."""
-        if handle is not None:
-            handle.release()
-        if registration is not None:
-            self._agent.deregister_memory(registration)
-        if server:
-            self._agent.remove_remote_agent(server)
-
-    def _source_in(self, folder: Path) -> _Source:
-        """Raises KVFileError."""
-        source = kv_files.read_ticket(folder).source
-        try:
-            (digest, layout), num_slots = source["origin"], int(source["num_slots"])
-            parts = [KVPart(*part) for part in source["parts"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise kv_files.KVFileError(f"{folder} has a ticket of another kind of server") from error
-        return _Source(kv_files.KVOrigin(digest, tuple(layout)), num_slots, parts)
-
-    def _empty(self, num_slots: int) -> Tensor:
-        sample = self.layers[0]
-        shape = (len(self.layers), num_slots, *sample.shape[1:])
-        return torch.empty(shape, dtype=sample.dtype, device=sample.device)
-
-    @property
-    def _slot_bytes(self) -> int:
-        return len(self.layers) * self.layers[0][0].nbytes
+                _release(handle)
+                self._arena.free(content)
 
 
-def _memory_of(content: Tensor) -> str:
-    """NIXL's name of the memory that has a tensor."""
-    return "DRAM" if content.device.type == "cpu" else "VRAM"
+def _source_in(folder: Path) -> _Source:
+    """What the ticket in a folder is of. Raises KVFileError."""
+    source = kv_files.read_ticket(folder).source
+    try:
+        (digest, layout), num_slots = source["origin"], int(source["num_slots"])
+        parts = [KVPart(*part) for part in source["parts"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise kv_files.KVFileError(f"{folder} has a ticket of another kind of server") from error
+    return _Source(kv_files.KVOrigin(digest, tuple(layout)), num_slots, parts)
+
+
+def _release(handle: Any) -> None:
+    """Of a transfer that is over."""
+    with suppress(Exception):  # there is none, or its server is lost
+        handle.release()
