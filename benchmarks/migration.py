@@ -402,6 +402,7 @@ def measure_server(pair: ServerPair, num_tokens: int, num_repeats: int) -> Row:
             num_bytes = max(num_bytes, imported.num_bytes)
             unmoved = pair.generate(request)
             assert answer.token_ids.tolist() == unmoved.token_ids.tolist(), "the tokens differ"
+            assert np.isfinite(answer.logprobs).all(), "a log-prob is no number"
             difference = float(np.abs(answer.logprobs - unmoved.logprobs).max())
             differences[carries_kv] = max(differences[carries_kv], difference)
     with_kv, without = (statistics.median(stops_ms[carries_kv]) for carries_kv in (True, False))
