@@ -57,7 +57,6 @@ from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not
 )
 
 TIMEOUT_S = 600.0
-Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 class TransferExtension(FileLoader):  # type: ignore[misc]
@@ -94,7 +93,7 @@ class DigestMixin:
         super().finish_weight_update()  # type: ignore[misc]
         self.digest = self._arriving.digest()
 
-    def _observe(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    def _observe(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             self._arriving.add(tensor.contiguous().view(torch.uint8).flatten().cpu().numpy())
             yield name, tensor
@@ -189,19 +188,14 @@ class FileSender(TrainerWeightTransferEngine):  # type: ignore[misc]
 class TokenClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
     """Calls a server that asks for the auth token of `dora_vllm`."""
 
-    def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
         headers = {
             "Authorization": f"Bearer {os.environ[TOKEN_VARIABLE]}",
             "Content-Type": "application/json",
         }
-        content = json_bytes(json or {})
+        content = json.dumps(body or {}).encode()
         request = urllib.request.Request(f"{self.base_url}/{path}", content, headers)
         urllib.request.urlopen(request, timeout=self.timeout).read()
-
-
-def json_bytes(value: object) -> bytes:
-    """UTF-8 of a value as JSON."""
-    return json.dumps(value).encode()
 
 
 def make_sender(backend: str, url: str, num_workers: int, source: VersionFileSource) -> Any:
