@@ -190,7 +190,6 @@ class HttpEngine(ABC):
         self._digests: dict[int, str] = {}  # of the versions that the server holds
         self._labels: dict[int, str] = {}  # and their names there, also of one that is being loaded
         self._load_thread, self._watch_thread = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._loading: Future[str] | None = None  # the last load
         self._waiting: dict[RequestId, ServerRequest] = {}  # for a row, in order
         self._running: dict[RequestId, ServerRequest] = {}
         self._open_streams: set[ServerRequest] = set()  # for which the server may still generate
@@ -263,6 +262,14 @@ class HttpEngine(ABC):
         """Let a server with several versions decode only these requests until none is left; none: all."""
 
     @abstractmethod
+    def _keep_kv(self, version: int) -> None:
+        """Let a server with several versions continue all requests but held-out ones with this one."""
+
+    @abstractmethod
+    def _unload(self, label: str) -> None:
+        """No request needs the version of this name any more; the server may still generate for some."""
+
+    @abstractmethod
     def _set_paused(self, is_paused: bool) -> None:
         """Pause or resume generation at the server."""
 
@@ -333,10 +340,6 @@ class HttpEngine(ABC):
         """Whether the server must not continue a request with other weights, which `_keep_kv` lets it do."""
         return self._inflight_update == "inflight" and running.request.id.is_held_out
 
-    def _keep_kv(self, version: int) -> None:
-        """Let the server continue all requests but held-out ones with the weights of a version."""
-        raise EngineError(f"{self.server} cannot change weights in a response: set update_policy = dora")
-
     def _start_load(self, version: int, send: Callable[[str], str]) -> Future[str]:
         """Load a version by `send`, which gets its name at the server and returns its digest.
 
@@ -351,10 +354,10 @@ class HttpEngine(ABC):
         self._wait_for_dropped_versions()
         self._labels[version] = f"dora-{version}-{secrets.token_hex(8)}"
         sending = self._load_thread.submit(send, self._labels[version])
-        self._loading = self._watch_thread.submit(self._watch_load, sending)
+        loading = self._watch_thread.submit(self._watch_load, sending)
         if self.num_slots == 1:
-            self._loading.result()
-        return self._loading
+            loading.result()
+        return loading
 
     def _watch_load(self, sending: Future[str]) -> str:
         """In a thread: wait for the end of a load. Raises RunError if the server stops responding meanwhile.
@@ -381,9 +384,11 @@ class HttpEngine(ABC):
         num_unfinished = sum(each.request.version == version for each in self._unfinished.values())
         if num_unfinished := num_unfinished + self._migrator.num_reserved_of(version):
             raise EngineError(f"version {version} has {num_unfinished} unfinished requests")
-        del self._digests[version], self._labels[version]
+        del self._digests[version]
+        label = self._labels.pop(version)
         if self._inflight_update == "inflight" and version > max(self._digests, default=version):
             self._keep_kv(max(self._digests))
+        self._unload(label)
 
     def submit(
         self, requests: Collection[Request], outputs: Mapping[RequestId, PartialOutput] | None = None
@@ -478,12 +483,6 @@ class HttpEngine(ABC):
             )
         self._prioritized, self._is_decode_only_due = prioritized, self._is_multi_version
 
-    def _update_decode_only(self) -> None:
-        """Name the prioritized requests to the server."""
-        running = (running for id, running in self._running.items() if id in self._prioritized)
-        self._send_decode_only([one.server_id for one in running])
-        self._is_decode_only_due = False
-
     def step(self) -> list[Completion]:
         if not self.can_step:
             return []
@@ -492,7 +491,9 @@ class HttpEngine(ABC):
         self._start_waiting()
         self._restart_stuck_imports(began_s)
         if self._is_decode_only_due:
-            self._update_decode_only()
+            prioritized = [one for id, one in self._running.items() if id in self._prioritized]
+            self._send_decode_only([one.server_id for one in prioritized])
+            self._is_decode_only_due = False
         num_streams = sum(running.is_generating for running in self._running.values())
         self._handle_events(num_streams, MIGRATING_WAIT_S if self.num_migrations else STEP_WAIT_S)
         self.busy_row_s += num_streams * (time.monotonic() - began_s)

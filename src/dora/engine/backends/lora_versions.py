@@ -113,9 +113,7 @@ class LoraVersions(HttpEngine):
         for folder in self._folders.values():
             shutil.rmtree(folder, ignore_errors=True)
 
-    def drop(self, version: int) -> None:
-        label = self._labels.get(version, "")
-        HttpEngine.drop(self, version)  # not that of a server with full weights
+    def _unload(self, label: str) -> None:
         self._wait_for_dropped_versions()
         self._unload_adapter(label)
         shutil.rmtree(self._folders.pop(label), ignore_errors=True)

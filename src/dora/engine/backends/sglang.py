@@ -174,6 +174,9 @@ class Sglang(HttpEngine):
             part, digest = part + 1, re.search(rf"{DIGEST_PREFIX}([0-9a-f]{{32}})", message)
         return digest[1]
 
+    def _unload(self, label: str) -> None:
+        """The next load says which versions stay."""
+
     def _keep_kv(self, version: int) -> None:
         self._set_state(CONTINUE_WITH, self._labels[version])
 

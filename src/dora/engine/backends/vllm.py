@@ -254,13 +254,8 @@ class Vllm(HttpEngine):
         results: list[Any] = self.server.call("/collective_rpc", call, LOAD_TIMEOUT_S)["results"]
         return results
 
-    def drop(self, version: int) -> None:
-        label = self._labels.get(version, "")
-        super().drop(version)
+    def _unload(self, label: str) -> None:
         self._wait_for_dropped_versions()
-        self._drop_from_server(label)
-
-    def _drop_from_server(self, label: str) -> None:
         self._call_workers("dora_drop_version", label)
 
     def _send_decode_only(self, server_ids: Sequence[str]) -> None:
