@@ -29,8 +29,8 @@ from torch import Tensor
 
 from dora.core.types import Chunk, RequestId
 from dora.data.tokenizer import Tokenizer
-from dora.engine.backends.kv_exchange import KVExchange
-from dora.engine.backends.server import EngineServer, JsonBody, ServerKind, check_server_options
+from dora.engine.backends.kv_exchange import KVExchange, check_kv_connector
+from dora.engine.backends.server import EngineServer, JsonBody, ServerKind
 from dora.engine.decode_batch import (
     Detokenize,
     PartialOutput,
@@ -163,8 +163,8 @@ class HttpEngine(ABC):
         devices=("cpu", "cuda"),
     )
     kernels: str
-    num_slots = 1  # versions that the server can hold
-    _is_multi_version = False  # the server has several slots, however many of them this engine may use
+    num_slots: int  # versions that the server can hold
+    _is_multi_version: bool  # the server has several slots, however many of them this engine may use
 
     def __init__(
         self,
@@ -199,16 +199,33 @@ class HttpEngine(ABC):
         self._completions: list[Completion] = []
         self._finished_turns: list[TurnFinished] = []
         self._migrator = ServerMigrator(self)
-        self._kv: KVExchange | None = None  # set by a subclass whose server exports KV
+        self._kv: KVExchange | None = None  # if the server exports KV
         self._last_event_s = 0.0
         self._is_paused = False
         self.num_decoded, self.busy_row_s = 0, 0.0
         self.num_recomputed = 0  # tokens prefilled again though their KV existed here, or was to be imported
 
     @classmethod
-    def check_options(cls, *, python: object = None, url: object = None, **_: object) -> None:
+    def check_options(
+        cls, *, python: object = None, url: object = None, kv_connector: object = "files", **_: object
+    ) -> None:
         """Raises ConfigError for options of `engine.options` with which no server can be used."""
-        check_server_options(cls.server_kind, python, url)
+        check_kv_connector(kv_connector, python)
+        cls.server_kind.check_options(python, url)
+        if isinstance(python, str):
+            cls.server_kind.check_installed(python)
+
+    def _use_plugins(
+        self, info: Mapping[str, Any], version_slots: int, pool: Path | None, kv_address: str | None
+    ) -> None:
+        """Use the server as DORA-RL's plugins in it describe it. Raises EngineError if it does not fit.
+
+        Requests migrate with their KV through `pool`; `kv_address`: see `KVExchange`.
+        """
+        self.server.check_plugins(info, self._dtype, version_slots)
+        self.num_slots, self._is_multi_version = version_slots, info["version_slots"] > 1
+        if pool is not None and info.get("kv_layout"):
+            self._kv = KVExchange(pool, tuple(info["kv_layout"]), info["kv_workers"], kv_address)
 
     # the calls of one kind of server
 

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -46,6 +47,46 @@ class ServerKind:
     module: str
     token_variable: str
     environment: Mapping[str, str]  # variables that a user cannot override
+    protocol: int  # of DORA-RL's plugins
+    packages: tuple[str, ...]  # that have it
+    tested_versions: str  # a pattern; others have other calls, flags and classes
+    remedy: str  # for other versions
+
+    def check_options(self, python: object = None, url: object = None) -> None:
+        """Raises ConfigError unless exactly one of an interpreter and a URL is given, and it is usable."""
+        if (python is None) == (url is None):
+            raise ConfigError(
+                f"{self.name}: give either python, an interpreter, or url, the address of a server"
+            )
+        if python is None:
+            _parse_url(url)
+        elif not isinstance(python, str) or shutil.which(python) is None:
+            raise ConfigError(
+                f"python = {python!r}: no such command; name the interpreter of an environment that has "
+                f"{self.name}"
+            )
+
+    def check_installed(self, python: str) -> None:
+        """Raises ConfigError if an interpreter has an untested version. It need not answer."""
+        code = (
+            "import sys\nfrom importlib.metadata import distributions\n"
+            "print(*[d.version for d in distributions() if d.metadata['Name'] in sys.argv[1:]][:1])"
+        )
+        command = [shutil.which(python) or python, "-c", code, *self.packages]
+        try:
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=CALL_TIMEOUT_S).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            return
+        if version := answer.strip():
+            self.check_version(version, f"python = {python}")
+
+    def check_version(self, version: str, what: str) -> None:
+        """Raises ConfigError unless `what` has a tested version."""
+        if not fnmatchcase(version, self.tested_versions):
+            tested = self.tested_versions.removesuffix(".*")
+            raise ConfigError(
+                f"{what} has {self.name} {version}; DORA-RL is tested with {tested}: install {self.remedy}"
+            )
 
 
 class EngineServer:
@@ -103,6 +144,21 @@ class EngineServer:
         except (OSError, http.client.HTTPException) as error:
             raise self._lost(f"{type(error).__name__}: {error}") from error
 
+    def check_plugins(self, info: Mapping[str, Any], dtype: str, version_slots: int) -> None:
+        """Raises EngineError unless DORA-RL's plugins describe a server that the engine can use."""
+        if info.get("protocol") != self.kind.protocol:
+            raise EngineError(
+                f"{self} has the plugins of another version of DORA-RL: start it again with those in "
+                f"{_HERE / 'server_plugins'}"
+            )
+        if info["dtype"] != dtype:
+            raise EngineError(f"{self} computes in {info['dtype']}; set engine.dtype to that")
+        if info["version_slots"] < version_slots:
+            raise EngineError(
+                f"{self} has slots for {info['version_slots']} versions; set version_slots to that, or start "
+                f"it with more, see docs/{self.kind.name.lower()}.md"
+            )
+
     def first_logged_error(self) -> str:
         """The cause of a failure: the first exception in its last output, or an empty string."""
         errors = (line for line in [*self._log_lines] if re.search(r"\b[A-Z]\w+Error\b", line))
@@ -140,51 +196,6 @@ class EngineServer:
 
     def __str__(self) -> str:
         return f"the {self.kind.name} server"
-
-
-def check_server_options(kind: ServerKind, python: object = None, url: object = None) -> None:
-    """Raises ConfigError unless exactly one of an interpreter and a URL is given, and it is usable."""
-    if (python is None) == (url is None):
-        raise ConfigError(f"{kind.name}: give either python, an interpreter, or url, the address of a server")
-    if python is None:
-        _parse_url(url)
-    elif not isinstance(python, str) or shutil.which(python) is None:
-        raise ConfigError(
-            f"python = {python!r}: no such command; name the interpreter of an environment that has "
-            f"{kind.name}"
-        )
-
-
-def installed_version(python: str, *packages: str) -> str | None:
-    """The version of the first of these packages that an interpreter has; None if it does not answer."""
-    code = (
-        "import sys\nfrom importlib.metadata import distributions\n"
-        "print(*[d.version for d in distributions() if d.metadata['Name'] in sys.argv[1:]][:1])"
-    )
-    try:
-        command = [shutil.which(python) or python, "-c", code, *packages]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=CALL_TIMEOUT_S).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.strip() or None
-
-
-def check_plugins(
-    info: Mapping[str, Any], server: EngineServer, protocol: int, dtype: str, version_slots: int
-) -> None:
-    """Raises EngineError unless DORA-RL's plugins in a server describe one that the engine can use."""
-    if info.get("protocol") != protocol:
-        raise EngineError(
-            f"{server} has the plugins of another version of DORA-RL: start it again with those in "
-            f"{_HERE / 'server_plugins'}"
-        )
-    if info["dtype"] != dtype:
-        raise EngineError(f"{server} computes in {info['dtype']}; set engine.dtype to that")
-    if info["version_slots"] < version_slots:
-        raise EngineError(
-            f"{server} has slots for {info['version_slots']} versions; set version_slots to that, or start "
-            f"it with more, see docs/{server.kind.name.lower()}.md"
-        )
 
 
 def start_server(
