@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -114,21 +114,15 @@ class EngineServer:
 
     def call_raw(self, path: str, body: JsonBody | None = None, timeout_s: float = CALL_TIMEOUT_S) -> bytes:
         """As `call`, for a response that is not JSON."""
-        try:
-            with closing(self._connect(timeout_s)) as connection:
-                return self._request(connection, path, body).read()
-        except (OSError, http.client.HTTPException) as error:
-            raise self._lost(f"{type(error).__name__}: {error}") from error
+        with self._connection(timeout_s) as connection:
+            return self._request(connection, path, body).read()
 
     def stream(self, path: str, body: JsonBody) -> Iterator[Any]:
         """POST a body and yield the server-sent events of the response. Raises EngineError, RunError."""
-        try:
-            with closing(self._connect(None)) as connection:
-                for line in self._request(connection, path, body):
-                    if line.startswith(b"data: ") and line != b"data: [DONE]\n":
-                        yield json.loads(line[len(b"data: ") :])
-        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a truncated line
-            raise self._lost(f"{type(error).__name__}: {error}") from error
+        with self._connection(None) as connection:
+            for line in self._request(connection, path, body):
+                if line.startswith(b"data: ") and line != b"data: [DONE]\n":
+                    yield json.loads(line[len(b"data: ") :])
 
     def check_alive(self) -> None:
         """Raises RunError if a server that was started here has exited."""
@@ -137,12 +131,9 @@ class EngineServer:
 
     def check_responds(self, timeout_s: float) -> None:
         """Raises RunError if the server responds to no request, with whatever status, within `timeout_s`."""
-        try:
-            with closing(self._connect(timeout_s)) as connection:
-                connection.request("GET", "/")
-                connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
-            raise self._lost(f"{type(error).__name__}: {error}") from error
+        with self._connection(timeout_s) as connection:
+            connection.request("GET", "/")
+            connection.getresponse()
 
     def check_plugins(self, info: Mapping[str, Any], dtype: str, version_slots: int) -> None:
         """Raises EngineError unless DORA-RL's plugins describe a server that the engine can use."""
@@ -172,8 +163,14 @@ class EngineServer:
             self._process.stdin.close()
             self._process.wait()
 
-    def _connect(self, timeout_s: float | None) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+    @contextmanager
+    def _connection(self, timeout_s: float | None) -> Iterator[http.client.HTTPConnection]:
+        """A connection for one request. Raises RunError if the server is lost meanwhile."""
+        try:
+            with closing(http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)) as connection:
+                yield connection
+        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a truncated line
+            raise self._lost(f"{type(error).__name__}: {error}") from error
 
     def _request(
         self, connection: http.client.HTTPConnection, path: str, body: JsonBody | None

@@ -28,7 +28,7 @@ from dora.engine.backends.http_engine import (
     stream_interval,
 )
 from dora.engine.backends.kv_exchange import nixl_environment
-from dora.engine.backends.lora_versions import LoraVersions, lora_capabilities
+from dora.engine.backends.lora_versions import LoraVersions
 from dora.engine.backends.server import JsonBody, ServerKind, attach_server, start_server
 from dora.engine.backends.server_plugins.dora_sglang import (
     CONTINUE_WITH,
@@ -212,8 +212,6 @@ class Sglang(HttpEngine):
 
 class SglangLora(LoraVersions, Sglang):
     """An SGLang server of the initial model with several versions, each a LoRA adapter."""
-
-    capabilities = lora_capabilities(Sglang.capabilities)
 
     @classmethod
     def check_options(cls, *, rank: object = 0, **others: object) -> None:

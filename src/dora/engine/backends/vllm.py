@@ -30,7 +30,7 @@ from typing import Any
 
 from dora.engine.backends.http_engine import HttpEngine, ServerRequest, StreamDelta, stream_interval
 from dora.engine.backends.kv_exchange import nixl_environment
-from dora.engine.backends.lora_versions import BASE_LABEL, LoraVersions, lora_capabilities
+from dora.engine.backends.lora_versions import BASE_LABEL, LoraVersions
 from dora.engine.backends.server import (
     EngineServer,
     JsonBody,
@@ -463,8 +463,6 @@ VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-
 
 class VllmLora(LoraVersions, Vllm):
     """A vLLM server of the initial model with several versions, each a LoRA adapter."""
-
-    capabilities = lora_capabilities(Vllm.capabilities)
 
     @classmethod
     def check_options(cls, *, rank: object = 0, **others: object) -> None:
