@@ -79,7 +79,8 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
             raise RuntimeError(
                 f"the device has no memory for weights of {num_slots} versions: lower engine.version_slots"
             ) from error
-        tensors = Counter(id(t) for slot in self._slots for t in {*_tensors_of(slot.model)})
+        models = [slot.model for slot in self._slots]
+        tensors = Counter(id(t) for model in models for t in {*model.parameters(), *model.buffers()})
         if max(tensors.values()) > 1:
             raise RuntimeError("the models of several version slots share tensors: set version_slots = 1")
         self._mixed: MixedModel | None = None  # None: a step computes one version
@@ -387,11 +388,6 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
                 raise RuntimeError(f"a step of {scheduled} was computed by {self.computed_versions}")
             self._mixes = model_runner_output.dora_mixes
         return super().update_from_output(scheduler_output, model_runner_output)
-
-
-def _tensors_of(model: Any) -> Iterator[Any]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 def _version_of(request: Any) -> str:
