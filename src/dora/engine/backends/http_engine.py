@@ -623,13 +623,12 @@ class HttpEngine(ABC):
         if (running := self._running.get(request_id)) is None or running.turn_reason:
             return None
         has_token = len(running.token_ids) > running.num_prefix_tokens
+        exchange = self._kv if carries_kv else None
         if has_token and not running.is_halting and not running.is_stopped:
             running.is_halting, running.halting_since_s = True, self._migrator.clock()
-            is_ordered = carries_kv and self._kv is not None and self._kv.order_export(running.server_id)
-            if not is_ordered:
+            if exchange is None or not exchange.order_export(running.server_id):
                 self._abort_streams([running])
-        is_awaited = carries_kv and self._kv is not None and self._kv.is_awaited(running.server_id)
-        if not running.is_halted or is_awaited:
+        if not running.is_halted or (exchange is not None and exchange.is_awaited(running.server_id)):
             return None
         kv = self._exported_kv(running) if carries_kv else None
         return HaltedRequest(self._output_of(running), kv, running.halting_since_s)
@@ -638,10 +637,9 @@ class HttpEngine(ABC):
         """The KV of a halted request that its server has exported; None if it has not."""
         if self._kv is None:
             return None
-        num_computed = len(running.request.prompt_ids) + len(running.token_ids) - 1
-        digest = self._digests[running.request.version]
         try:
-            return self._kv.check(self._kv.exported(running.server_id), digest, num_computed)
+            exported = self._kv.exported(running.server_id)
+            return self.check_exported_kv(running.request, self._output_of(running), exported)
         except TransferError:
             return None
 
