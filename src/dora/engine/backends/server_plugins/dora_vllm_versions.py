@@ -112,16 +112,12 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
             self._mixed = self._mix()
         except Exception as error:
             logger.warning("versions take turns: a step cannot compute several of them: %s", error)
-        if not all(self._of_all_workers(self._mixed is not None)):
-            self._mixed = None  # the workers of a model must call the same layers
-
-    def _of_all_workers(self, value: Any) -> list[Any]:
-        """The value of each worker that divides the model, in each of them."""
-        group = get_tp_group()
-        values = [value] * group.world_size
+        group = get_tp_group()  # the workers that divide a model must call the same layers
+        can_mix = [self._mixed is not None] * group.world_size
         if group.world_size > 1:
-            torch.distributed.all_gather_object(values, value, group=group.cpu_group)
-        return values
+            torch.distributed.all_gather_object(can_mix, self._mixed is not None, group=group.cpu_group)
+        if not all(can_mix):
+            self._mixed = None
 
     def _mix(self) -> MixedModel:
         """A model of all slots. Raises an error if its hidden states differ from those of the models.
