@@ -29,8 +29,8 @@ from torch import Tensor
 
 from dora.core.types import Chunk, RequestId
 from dora.data.tokenizer import Tokenizer
-from dora.engine.backends.kv_exchange import KVExchange
-from dora.engine.backends.server import EngineServer, JsonBody, ServerKind, check_server_options
+from dora.engine.backends.kv_exchange import KVExchange, check_kv_connector
+from dora.engine.backends.server import EngineServer, JsonBody, ServerKind
 from dora.engine.decode_batch import (
     Detokenize,
     PartialOutput,
@@ -163,8 +163,8 @@ class HttpEngine(ABC):
         devices=("cpu", "cuda"),
     )
     kernels: str
-    num_slots = 1  # versions that the server can hold
-    _is_multi_version = False  # the server has several slots, however many of them this engine may use
+    num_slots: int  # versions that the server can hold
+    _is_multi_version: bool  # the server has several slots, however many of them this engine may use
 
     def __init__(
         self,
@@ -190,7 +190,6 @@ class HttpEngine(ABC):
         self._digests: dict[int, str] = {}  # of the versions that the server holds
         self._labels: dict[int, str] = {}  # and their names there, also of one that is being loaded
         self._load_thread, self._watch_thread = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._loading: Future[str] | None = None  # the last load
         self._waiting: dict[RequestId, ServerRequest] = {}  # for a row, in order
         self._running: dict[RequestId, ServerRequest] = {}
         self._open_streams: set[ServerRequest] = set()  # for which the server may still generate
@@ -200,16 +199,33 @@ class HttpEngine(ABC):
         self._completions: list[Completion] = []
         self._finished_turns: list[TurnFinished] = []
         self._migrator = ServerMigrator(self)
-        self._kv: KVExchange | None = None  # set by a subclass whose server exports KV
+        self._kv: KVExchange | None = None  # if the server exports KV
         self._last_event_s = 0.0
         self._is_paused = False
         self.num_decoded, self.busy_row_s = 0, 0.0
         self.num_recomputed = 0  # tokens prefilled again though their KV existed here, or was to be imported
 
     @classmethod
-    def check_options(cls, *, python: object = None, url: object = None, **_: object) -> None:
+    def check_options(
+        cls, *, python: object = None, url: object = None, kv_connector: object = "files", **_: object
+    ) -> None:
         """Raises ConfigError for options of `engine.options` with which no server can be used."""
-        check_server_options(cls.server_kind, python, url)
+        check_kv_connector(kv_connector, python)
+        cls.server_kind.check_options(python, url)
+        if isinstance(python, str):
+            cls.server_kind.check_installed(python)
+
+    def _use_plugins(
+        self, info: Mapping[str, Any], version_slots: int, pool: Path | None, kv_address: str | None
+    ) -> None:
+        """Use the server as DORA-RL's plugins in it describe it. Raises EngineError if it does not fit.
+
+        Requests migrate with their KV through `pool`; `kv_address`: see `KVExchange`.
+        """
+        self.server.check_plugins(info, self._dtype, version_slots)
+        self.num_slots, self._is_multi_version = version_slots, info["version_slots"] > 1
+        if pool is not None and info.get("kv_layout"):
+            self._kv = KVExchange(pool, tuple(info["kv_layout"]), info["kv_workers"], kv_address)
 
     # the calls of one kind of server
 
@@ -261,6 +277,14 @@ class HttpEngine(ABC):
     @abstractmethod
     def _send_decode_only(self, server_ids: Sequence[str]) -> None:
         """Let a server with several versions decode only these requests until none is left; none: all."""
+
+    @abstractmethod
+    def _keep_kv(self, version: int) -> None:
+        """Let a server with several versions continue all requests but held-out ones with this one."""
+
+    @abstractmethod
+    def _unload(self, label: str) -> None:
+        """No request needs the version of this name any more; the server may still generate for some."""
 
     @abstractmethod
     def _set_paused(self, is_paused: bool) -> None:
@@ -333,10 +357,6 @@ class HttpEngine(ABC):
         """Whether the server must not continue a request with other weights, which `_keep_kv` lets it do."""
         return self._inflight_update == "inflight" and running.request.id.is_held_out
 
-    def _keep_kv(self, version: int) -> None:
-        """Let the server continue all requests but held-out ones with the weights of a version."""
-        raise EngineError(f"{self.server} cannot change weights in a response: set update_policy = dora")
-
     def _start_load(self, version: int, send: Callable[[str], str]) -> Future[str]:
         """Load a version by `send`, which gets its name at the server and returns its digest.
 
@@ -351,10 +371,10 @@ class HttpEngine(ABC):
         self._wait_for_dropped_versions()
         self._labels[version] = f"dora-{version}-{secrets.token_hex(8)}"
         sending = self._load_thread.submit(send, self._labels[version])
-        self._loading = self._watch_thread.submit(self._watch_load, sending)
+        loading = self._watch_thread.submit(self._watch_load, sending)
         if self.num_slots == 1:
-            self._loading.result()
-        return self._loading
+            loading.result()
+        return loading
 
     def _watch_load(self, sending: Future[str]) -> str:
         """In a thread: wait for the end of a load. Raises RunError if the server stops responding meanwhile.
@@ -381,9 +401,11 @@ class HttpEngine(ABC):
         num_unfinished = sum(each.request.version == version for each in self._unfinished.values())
         if num_unfinished := num_unfinished + self._migrator.num_reserved_of(version):
             raise EngineError(f"version {version} has {num_unfinished} unfinished requests")
-        del self._digests[version], self._labels[version]
+        del self._digests[version]
+        label = self._labels.pop(version)
         if self._inflight_update == "inflight" and version > max(self._digests, default=version):
             self._keep_kv(max(self._digests))
+        self._unload(label)
 
     def submit(
         self, requests: Collection[Request], outputs: Mapping[RequestId, PartialOutput] | None = None
@@ -478,12 +500,6 @@ class HttpEngine(ABC):
             )
         self._prioritized, self._is_decode_only_due = prioritized, self._is_multi_version
 
-    def _update_decode_only(self) -> None:
-        """Name the prioritized requests to the server."""
-        running = (running for id, running in self._running.items() if id in self._prioritized)
-        self._send_decode_only([one.server_id for one in running])
-        self._is_decode_only_due = False
-
     def step(self) -> list[Completion]:
         if not self.can_step:
             return []
@@ -492,7 +508,9 @@ class HttpEngine(ABC):
         self._start_waiting()
         self._restart_stuck_imports(began_s)
         if self._is_decode_only_due:
-            self._update_decode_only()
+            prioritized = [one for id, one in self._running.items() if id in self._prioritized]
+            self._send_decode_only([one.server_id for one in prioritized])
+            self._is_decode_only_due = False
         num_streams = sum(running.is_generating for running in self._running.values())
         self._handle_events(num_streams, MIGRATING_WAIT_S if self.num_migrations else STEP_WAIT_S)
         self.busy_row_s += num_streams * (time.monotonic() - began_s)
@@ -605,13 +623,12 @@ class HttpEngine(ABC):
         if (running := self._running.get(request_id)) is None or running.turn_reason:
             return None
         has_token = len(running.token_ids) > running.num_prefix_tokens
+        exchange = self._kv if carries_kv else None
         if has_token and not running.is_halting and not running.is_stopped:
             running.is_halting, running.halting_since_s = True, self._migrator.clock()
-            is_ordered = carries_kv and self._kv is not None and self._kv.order_export(running.server_id)
-            if not is_ordered:
+            if exchange is None or not exchange.order_export(running.server_id):
                 self._abort_streams([running])
-        is_awaited = carries_kv and self._kv is not None and self._kv.is_awaited(running.server_id)
-        if not running.is_halted or is_awaited:
+        if not running.is_halted or (exchange is not None and exchange.is_awaited(running.server_id)):
             return None
         kv = self._exported_kv(running) if carries_kv else None
         return HaltedRequest(self._output_of(running), kv, running.halting_since_s)
@@ -620,10 +637,9 @@ class HttpEngine(ABC):
         """The KV of a halted request that its server has exported; None if it has not."""
         if self._kv is None:
             return None
-        num_computed = len(running.request.prompt_ids) + len(running.token_ids) - 1
-        digest = self._digests[running.request.version]
         try:
-            return self._kv.check(self._kv.exported(running.server_id), digest, num_computed)
+            exported = self._kv.exported(running.server_id)
+            return self.check_exported_kv(running.request, self._output_of(running), exported)
         except TransferError:
             return None
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from dora.engine.backends.http_engine import HttpEngine
 from dora.engine.backends.server_plugins.dora_digest import ADAPTER_FILE, safetensors_digest
-from dora.engine.interface import Capabilities
 from dora.engine.request import EngineError
 from dora.model.config import ModelConfig
 from dora.model.pretrained import load_pretrained
@@ -30,23 +29,20 @@ from dora.weights.version_file import map_version
 BASE_LABEL = "dora-base"  # of the initial model
 
 
-def lora_capabilities(of_weights: Capabilities) -> Capabilities:
-    """What a server does with adapters, given what it does with full weights."""
-    return replace(
-        of_weights,
+class LoraVersions(HttpEngine):
+    """An engine whose server holds the initial model, and an adapter for each version.
+
+    A subclass names this class before that of its server, which has the same arguments but for `rank`.
+    """
+
+    capabilities = replace(
+        HttpEngine.capabilities,
         decode_only=0,
         versions_are_lora=True,
         inflight_update=False,
         kv_transfer=False,
         dtypes=("float32",),
     )
-
-
-class LoraVersions(HttpEngine):
-    """An engine whose server holds the initial model, and an adapter for each version.
-
-    A subclass names this class before that of its server, which has the same arguments but for `rank`.
-    """
 
     def __init__(
         self,
@@ -113,9 +109,7 @@ class LoraVersions(HttpEngine):
         for folder in self._folders.values():
             shutil.rmtree(folder, ignore_errors=True)
 
-    def drop(self, version: int) -> None:
-        label = self._labels.get(version, "")
-        HttpEngine.drop(self, version)  # not that of a server with full weights
+    def _unload(self, label: str) -> None:
         self._wait_for_dropped_versions()
         self._unload_adapter(label)
         shutil.rmtree(self._folders.pop(label), ignore_errors=True)

@@ -19,8 +19,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -46,6 +47,46 @@ class ServerKind:
     module: str
     token_variable: str
     environment: Mapping[str, str]  # variables that a user cannot override
+    protocol: int  # of DORA-RL's plugins
+    packages: tuple[str, ...]  # that have it
+    tested_versions: str  # a pattern; others have other calls, flags and classes
+    remedy: str  # for other versions
+
+    def check_options(self, python: object = None, url: object = None) -> None:
+        """Raises ConfigError unless exactly one of an interpreter and a URL is given, and it is usable."""
+        if (python is None) == (url is None):
+            raise ConfigError(
+                f"{self.name}: give either python, an interpreter, or url, the address of a server"
+            )
+        if python is None:
+            _parse_url(url)
+        elif not isinstance(python, str) or shutil.which(python) is None:
+            raise ConfigError(
+                f"python = {python!r}: no such command; name the interpreter of an environment that has "
+                f"{self.name}"
+            )
+
+    def check_installed(self, python: str) -> None:
+        """Raises ConfigError if an interpreter has an untested version. It need not answer."""
+        code = (
+            "import sys\nfrom importlib.metadata import distributions\n"
+            "print(*[d.version for d in distributions() if d.metadata['Name'] in sys.argv[1:]][:1])"
+        )
+        command = [shutil.which(python) or python, "-c", code, *self.packages]
+        try:
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=CALL_TIMEOUT_S).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            return
+        if version := answer.strip():
+            self.check_version(version, f"python = {python}")
+
+    def check_version(self, version: str, what: str) -> None:
+        """Raises ConfigError unless `what` has a tested version."""
+        if not fnmatchcase(version, self.tested_versions):
+            tested = self.tested_versions.removesuffix(".*")
+            raise ConfigError(
+                f"{what} has {self.name} {version}; DORA-RL is tested with {tested}: install {self.remedy}"
+            )
 
 
 class EngineServer:
@@ -73,21 +114,15 @@ class EngineServer:
 
     def call_raw(self, path: str, body: JsonBody | None = None, timeout_s: float = CALL_TIMEOUT_S) -> bytes:
         """As `call`, for a response that is not JSON."""
-        try:
-            with closing(self._connect(timeout_s)) as connection:
-                return self._request(connection, path, body).read()
-        except (OSError, http.client.HTTPException) as error:
-            raise self._lost(f"{type(error).__name__}: {error}") from error
+        with self._connection(timeout_s) as connection:
+            return self._request(connection, path, body).read()
 
     def stream(self, path: str, body: JsonBody) -> Iterator[Any]:
         """POST a body and yield the server-sent events of the response. Raises EngineError, RunError."""
-        try:
-            with closing(self._connect(None)) as connection:
-                for line in self._request(connection, path, body):
-                    if line.startswith(b"data: ") and line != b"data: [DONE]\n":
-                        yield json.loads(line[len(b"data: ") :])
-        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a truncated line
-            raise self._lost(f"{type(error).__name__}: {error}") from error
+        with self._connection(None) as connection:
+            for line in self._request(connection, path, body):
+                if line.startswith(b"data: ") and line != b"data: [DONE]\n":
+                    yield json.loads(line[len(b"data: ") :])
 
     def check_alive(self) -> None:
         """Raises RunError if a server that was started here has exited."""
@@ -96,12 +131,24 @@ class EngineServer:
 
     def check_responds(self, timeout_s: float) -> None:
         """Raises RunError if the server responds to no request, with whatever status, within `timeout_s`."""
-        try:
-            with closing(self._connect(timeout_s)) as connection:
-                connection.request("GET", "/")
-                connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
-            raise self._lost(f"{type(error).__name__}: {error}") from error
+        with self._connection(timeout_s) as connection:
+            connection.request("GET", "/")
+            connection.getresponse()
+
+    def check_plugins(self, info: Mapping[str, Any], dtype: str, version_slots: int) -> None:
+        """Raises EngineError unless DORA-RL's plugins describe a server that the engine can use."""
+        if info.get("protocol") != self.kind.protocol:
+            raise EngineError(
+                f"{self} has the plugins of another version of DORA-RL: start it again with those in "
+                f"{_HERE / 'server_plugins'}"
+            )
+        if info["dtype"] != dtype:
+            raise EngineError(f"{self} computes in {info['dtype']}; set engine.dtype to that")
+        if info["version_slots"] < version_slots:
+            raise EngineError(
+                f"{self} has slots for {info['version_slots']} versions; set version_slots to that, or start "
+                f"it with more, see docs/{self.kind.name.lower()}.md"
+            )
 
     def first_logged_error(self) -> str:
         """The cause of a failure: the first exception in its last output, or an empty string."""
@@ -116,8 +163,14 @@ class EngineServer:
             self._process.stdin.close()
             self._process.wait()
 
-    def _connect(self, timeout_s: float | None) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+    @contextmanager
+    def _connection(self, timeout_s: float | None) -> Iterator[http.client.HTTPConnection]:
+        """A connection for one request. Raises RunError if the server is lost meanwhile."""
+        try:
+            with closing(http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)) as connection:
+                yield connection
+        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a truncated line
+            raise self._lost(f"{type(error).__name__}: {error}") from error
 
     def _request(
         self, connection: http.client.HTTPConnection, path: str, body: JsonBody | None
@@ -140,51 +193,6 @@ class EngineServer:
 
     def __str__(self) -> str:
         return f"the {self.kind.name} server"
-
-
-def check_server_options(kind: ServerKind, python: object = None, url: object = None) -> None:
-    """Raises ConfigError unless exactly one of an interpreter and a URL is given, and it is usable."""
-    if (python is None) == (url is None):
-        raise ConfigError(f"{kind.name}: give either python, an interpreter, or url, the address of a server")
-    if python is None:
-        _parse_url(url)
-    elif not isinstance(python, str) or shutil.which(python) is None:
-        raise ConfigError(
-            f"python = {python!r}: no such command; name the interpreter of an environment that has "
-            f"{kind.name}"
-        )
-
-
-def installed_version(python: str, *packages: str) -> str | None:
-    """The version of the first of these packages that an interpreter has; None if it does not answer."""
-    code = (
-        "import sys\nfrom importlib.metadata import distributions\n"
-        "print(*[d.version for d in distributions() if d.metadata['Name'] in sys.argv[1:]][:1])"
-    )
-    try:
-        command = [shutil.which(python) or python, "-c", code, *packages]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=CALL_TIMEOUT_S).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.strip() or None
-
-
-def check_plugins(
-    info: Mapping[str, Any], server: EngineServer, protocol: int, dtype: str, version_slots: int
-) -> None:
-    """Raises EngineError unless DORA-RL's plugins in a server describe one that the engine can use."""
-    if info.get("protocol") != protocol:
-        raise EngineError(
-            f"{server} has the plugins of another version of DORA-RL: start it again with those in "
-            f"{_HERE / 'server_plugins'}"
-        )
-    if info["dtype"] != dtype:
-        raise EngineError(f"{server} computes in {info['dtype']}; set engine.dtype to that")
-    if info["version_slots"] < version_slots:
-        raise EngineError(
-            f"{server} has slots for {info['version_slots']} versions; set version_slots to that, or start "
-            f"it with more, see docs/{server.kind.name.lower()}.md"
-        )
 
 
 def start_server(

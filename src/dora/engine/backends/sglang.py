@@ -27,17 +27,9 @@ from dora.engine.backends.http_engine import (
     StreamDelta,
     stream_interval,
 )
-from dora.engine.backends.kv_exchange import KVExchange, check_kv_connector, nixl_environment
-from dora.engine.backends.lora_versions import LoraVersions, lora_capabilities
-from dora.engine.backends.server import (
-    JsonBody,
-    ServerKind,
-    attach_server,
-    check_plugins,
-    check_server_options,
-    installed_version,
-    start_server,
-)
+from dora.engine.backends.kv_exchange import nixl_environment
+from dora.engine.backends.lora_versions import LoraVersions
+from dora.engine.backends.server import JsonBody, ServerKind, attach_server, start_server
 from dora.engine.backends.server_plugins.dora_sglang import (
     CONTINUE_WITH,
     DECODE_ONLY,
@@ -54,11 +46,17 @@ from dora.engine.request import EngineError
 from dora.errors import ConfigError
 from dora.model.pretrained import load_config
 
-TESTED_VERSIONS = ("0.5.23",)  # others have other classes
 LOAD_TIMEOUT_S = 600.0
 SPARE_TOKENS = 8  # SGLang accepts only requests that are some tokens shorter than its context
 SGLANG = ServerKind(
-    "SGLang", "dora_sglang", TOKEN_VARIABLE, {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    "SGLang",
+    "dora_sglang",
+    TOKEN_VARIABLE,
+    {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"},
+    PROTOCOL,
+    packages=("sglang",),
+    tested_versions="0.5.23",
+    remedy="sglang==0.5.23",
 )
 FLAGS = (
     *("--skip-tokenizer-init", "--skip-server-warmup", "--sampling-defaults", "openai"),
@@ -78,14 +76,6 @@ class Sglang(HttpEngine):
     """An SGLang server, with DORA-RL's scheduler."""
 
     server_kind = SGLANG
-
-    @classmethod
-    def check_options(cls, *, python: object = None, **others: object) -> None:
-        """As `HttpEngine.check_options`. Raises ConfigError for an untested version of SGLang."""
-        check_kv_connector(others.pop("kv_connector", "files"), python)
-        super().check_options(python=python, **others)
-        if isinstance(python, str) and (version := installed_version(python, "sglang")) is not None:
-            _check_version(version, f"python = {python}")
 
     def __init__(
         self,
@@ -115,7 +105,7 @@ class Sglang(HttpEngine):
 
         The engine is lost if the server sends nothing for `silence_s` while it has requests.
         """
-        check_server_options(SGLANG, python, url)
+        SGLANG.check_options(python, url)
         if python is not None:
             context = max_context + SPARE_TOKENS
             sizes = ("--context-length", f"{context}", "--max-running-requests", f"{max_rows}")
@@ -148,16 +138,12 @@ class Sglang(HttpEngine):
             inflight_update=inflight_update,
         )
         info = self.server.call("/server_info")
-        _check_version(info["version"], str(server))
+        SGLANG.check_version(info["version"], str(server))
         state = info["internal_states"][0].get("dora", {}) | {"dtype": info["dtype"]}
-        check_plugins(state, server, PROTOCOL, dtype, version_slots)
-        self.num_slots, self._is_multi_version = version_slots, state["version_slots"] > 1
+        self._use_plugins(state, version_slots, pool, host if kv_connector == "nixl" else None)
         if url is not None:  # end what another engine has set
             self._set_state(CONTINUE_WITH)
             self._set_state(DECODE_ONLY)
-        if pool is not None and state["kv_layout"]:
-            address = host if python is not None and kv_connector == "nixl" else None
-            self._kv = KVExchange(pool, tuple(state["kv_layout"]), state["kv_workers"], address)
         self.kernels = f"SGLang {info['version']} on {info['device']}"
 
     def _start_load(self, version: int, send: Callable[[str], str]) -> Future[str]:
@@ -173,6 +159,9 @@ class Sglang(HttpEngine):
             message = self.server.call("/update_weights_from_disk", call, LOAD_TIMEOUT_S)["message"]
             part, digest = part + 1, re.search(rf"{DIGEST_PREFIX}([0-9a-f]{{32}})", message)
         return digest[1]
+
+    def _unload(self, label: str) -> None:
+        """The next load says which versions stay."""
 
     def _keep_kv(self, version: int) -> None:
         self._set_state(CONTINUE_WITH, self._labels[version])
@@ -224,8 +213,6 @@ class Sglang(HttpEngine):
 class SglangLora(LoraVersions, Sglang):
     """An SGLang server of the initial model with several versions, each a LoRA adapter."""
 
-    capabilities = lora_capabilities(Sglang.capabilities)
-
     @classmethod
     def check_options(cls, *, rank: object = 0, **others: object) -> None:
         """As `HttpEngine.check_options`. Raises ConfigError for a rank that is no positive integer."""
@@ -269,15 +256,6 @@ class SglangLora(LoraVersions, Sglang):
     def _generate_call(self, running: ServerRequest) -> tuple[str, JsonBody]:
         path, body = super()._generate_call(running)
         return path, {**body, "lora_path": self._labels[running.request.version]}
-
-
-def _check_version(version: str, what: str) -> None:
-    """Raises ConfigError unless `what` has a version of `TESTED_VERSIONS`."""
-    if version not in TESTED_VERSIONS:
-        raise ConfigError(
-            f"{what} has SGLang {version}; DORA-RL is tested with {' and '.join(TESTED_VERSIONS)}: install "
-            f"sglang=={TESTED_VERSIONS[-1]}"
-        )
 
 
 def _device_flags(device: str, num_gpus: int) -> Sequence[str]:

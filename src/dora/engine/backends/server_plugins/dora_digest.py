@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,18 +19,11 @@ from numpy.typing import NDArray
 
 ADAPTER_FILE = "adapter_model.safetensors"  # PEFT's name
 _DIGEST_FILE = Path(__file__).parents[3] / "model" / "digest.py"
-
-
-def _load_digest_module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("dora_digest_of_bytes", _DIGEST_FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-_digest = _load_digest_module()
+_spec = importlib.util.spec_from_file_location("dora_digest_of_bytes", _DIGEST_FILE)
+assert _spec is not None
+assert _spec.loader is not None
+_digest = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_digest)
 _BUFFER_BYTES = 2**26  # whole leaves
 
 

@@ -48,6 +48,17 @@ class KVOrigin(NamedTuple):
     layout: tuple[str, ...]
 
 
+def layout_of(
+    server: Sequence[str], layers: Sequence[Tensor], num_workers: int, block_size: int
+) -> tuple[str, ...]:
+    """The `layout` of a `KVOrigin`; empty if the layers' blocks are not of one shape."""
+    kinds = {(str(layer.dtype), *map(str, layer.shape[1:])) for layer in layers}
+    if len(kinds) != 1:
+        return ()
+    sizes = (num_workers, len(layers), block_size)
+    return (*server, layers[0].device.type, *map(str, sizes), *kinds.pop())
+
+
 class KVHeader(NamedTuple):
     """Header of a file. `num_tokens` tokens have KV in `num_blocks` blocks of each layer."""
 

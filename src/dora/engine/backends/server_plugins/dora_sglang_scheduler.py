@@ -572,12 +572,8 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
             return ()
         if cache.supports_swa() or cache.supports_mamba() or not cache.supports_prefix_sharing():
             return ()
-        kinds = {(str(layer.dtype), *map(str, layer.shape[1:])) for layer in layers}
-        if len(kinds) != 1:
-            return ()
-        sizes = (self._num_workers, len(layers), self.page_size)
-        server = (*self._kv.layout_prefix, f"sglang {sglang.__version__}", layers[0].device.type)
-        return (*server, *map(str, sizes), *kinds.pop())
+        server = (*self._kv.layout_prefix, f"sglang {sglang.__version__}")
+        return tuple(kv_files.layout_of(server, layers, self._num_workers, self.page_size))
 
     # Workers that divide the model.
 

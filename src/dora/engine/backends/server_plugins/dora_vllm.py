@@ -9,10 +9,10 @@ It runs in vLLM's processes and imports what is installed there: safetensors, Nu
 from __future__ import annotations
 
 import hmac
+import math
 import os
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 TOKEN_VARIABLE = "DORA_VLLM_TOKEN"
@@ -52,14 +52,11 @@ class WorkerExtension:
         A thread computes the digest while the weights are copied.
         """
         import dora_digest  # type: ignore[import-not-found]
-        from safetensors import safe_open
 
-        with ThreadPoolExecutor(1) as thread, safe_open(path, "pt") as stored:
-            digest = thread.submit(dora_digest.safetensors_digest, path)
-            names = stored.keys()
-            self.model_runner.reload_weights(weights_iterator=((x, stored.get_tensor(x)) for x in names))
+        load = dora_digest.FileLoad(path, math.inf)
+        self.model_runner.reload_weights(weights_iterator=load.read_part(path, 0))
         self.pack_again(self.model_runner.get_model())
-        return self.record_digest(version, digest.result())
+        return self.record_digest(version, load.digest())
 
     def pack_again(self, model: Any) -> None:
         """Call this once after each load. On a CPU, LM heads and experts multiply with packed weights.
@@ -67,7 +64,7 @@ class WorkerExtension:
         vLLM 0.32 packs them at the first load only. A head that is tied to the embedding would stay the
         initial one, and experts would be read as if they were packed.
         """
-        if self.dora_info()["device"] != "cpu":
+        if self.device.type != "cpu":
             return
         if (head := getattr(model, "lm_head", None)) is not None:
             head.quant_method.process_weights_after_loading(head)

@@ -11,7 +11,6 @@ request only. A folder that is missing, damaged, or of other weights is not used
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ class Export:
 
     request_id: str
     version: str
-    folder: str
+    folder: Path
     blocks: list[int]
     num_tokens: int
 
@@ -45,7 +44,7 @@ class Import:
     """Blocks of a request to read from `folder`, without its `first` ones, which the server has cached."""
 
     version: str
-    folder: str
+    folder: Path
     blocks: list[int]
     first: int
 
@@ -58,18 +57,35 @@ class Transfers(KVConnectorMetadata):  # type: ignore[misc]
     imports: list[Import] = field(default_factory=list)
 
 
-class ExportOrders:
-    """The exports that engines order of a scheduler's requests."""
+class Connector:
+    """What the connectors over files and over NIXL have in common.
 
-    def __init__(self) -> None:
+    A subclass names this class before vLLM's.
+    """
+
+    requires_kv_delivery = False
+    layout_prefix: tuple[str, ...] = ()
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise ValueError("DORA-RL moves the KV of models whose layers have one kind of attention")
+        super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
+        self._block_size = vllm_config.cache_config.block_size
+        self._num_blocks = kv_cache_config.num_blocks
+        self._num_workers = vllm_config.parallel_config.world_size
         self._orders = kv_files.ExportOrders()
+        self._layers: list[Any] = []  # the worker's caches: [blocks, ...] each
+        # Of the worker's weights, by the `cache_salt` of requests.
+        self.weight_digests: dict[str, str] = {}
 
-    def add(self, request: Any) -> None:
-        """A new request, whose export may be ordered."""
+    # the scheduler
+
+    def on_new_request(self, request: Any) -> None:
         if (folder := param(request, "dora_export")) is not None:
-            self._orders.add(Path(folder), request)
+            self._orders.add(folder, request)
+        super().on_new_request(request)  # type: ignore[misc]
 
-    def halt_ordered(self) -> set[str]:
+    def _halt_ordered(self) -> set[str]:
         """Let the requests whose export is ordered end with their next token, so that clients get all tokens.
 
         An abort would lose those that are on their way to it. Returns the ids of the halted requests.
@@ -79,51 +95,50 @@ class ExportOrders:
             request.max_tokens = min(request.max_tokens, request.num_output_tokens + 1)
         return {request.request_id for request in halted}
 
-    def finish(self, request: Any) -> Path | None:
+    def _folder_of_halted(self, request: Any) -> Path | None:
         """The folder that the KV of a finished request goes to; None if it was not halted."""
         if (folder := param(request, "dora_export")) is None:
             return None
-        self._orders.remove(Path(folder))
-        is_ordered = kv_files.part_folder(Path(folder)).is_dir()
+        self._orders.remove(folder)
+        is_ordered = kv_files.part_folder(folder).is_dir()
         is_halted = request.status == RequestStatus.FINISHED_LENGTH_CAPPED and is_ordered
-        return Path(folder) if is_halted else None
+        return folder if is_halted else None
+
+    # a worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)  # type: ignore[misc]
+        # Some attention backends have keys and values in the first dimension, in place of the block.
+        caches = kv_caches.values()
+        self._layers = [c if c.shape[0] == self._num_blocks else c.transpose(0, 1) for c in caches]
+
+    @property
+    def layout(self) -> tuple[str, ...]:
+        """See `KVOrigin`. Empty if the layers' blocks are not of one shape."""
+        server = (*self.layout_prefix, vllm.__version__)
+        return tuple(kv_files.layout_of(server, self._layers, self._num_workers, self._block_size))
 
 
-class KVFileConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class KVFileConnector(Connector, KVConnectorBase_V1):  # type: ignore[misc]
     """One object in the scheduler, and one in each worker."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        if len(kv_cache_config.kv_cache_groups) != 1:
-            raise ValueError("DORA-RL moves the KV of models whose layers have one kind of attention")
-        parallel = vllm_config.parallel_config
-        self._block_size = vllm_config.cache_config.block_size
-        self._num_blocks = kv_cache_config.num_blocks
-        self._rank, self._num_workers = parallel.rank, parallel.world_size
+        self._rank = vllm_config.parallel_config.rank
         self._transfers = Transfers()
-        self._orders = ExportOrders()
         self._exporting: dict[str, Path] = {}  # the scheduler's, until all workers have written
-        self._layers: list[Any] = []  # the worker's caches: [blocks, ...] each
         self._written: set[str] = set()
         self._unread: set[int] = set()  # blocks whose import has failed
-        self.weight_digests: dict[str, str] = {}  # of the worker's weights, by the `cache_salt` of requests
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return False
 
     # the scheduler
 
-    def on_new_request(self, request: Any) -> None:
-        self._orders.add(request)
-
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """Keep the blocks of a request that was halted."""
-        if (folder := self._orders.finish(request)) is None:
+        if (folder := self._folder_of_halted(request)) is None:
             return False, None
         num_tokens = request.num_computed_tokens
         blocks = block_ids[: num_blocks_of(num_tokens, self._block_size)]
-        export = Export(request.request_id, request.cache_salt, str(folder), blocks, num_tokens)
+        export = Export(request.request_id, request.cache_salt, folder, blocks, num_tokens)
         self._transfers.exports.append(export)
         self._exporting[request.request_id] = folder
         return True, None
@@ -143,7 +158,7 @@ class KVFileConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if folder is None or request.num_preemptions:
             return 0, False
         try:
-            headers = kv_files.read_headers(Path(folder), self._num_workers)
+            headers = kv_files.read_headers(folder, self._num_workers)
         except kv_files.KVFileError as error:
             logger.warning("prefilling %s: %s", request.request_id, error)
             return 0, False
@@ -158,30 +173,22 @@ class KVFileConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return
         (block_ids,) = blocks.get_block_ids()
         num_tokens = request.num_tokens - 1
-        folder = request.kv_transfer_params["dora_import"]
+        folder = Path(request.kv_transfer_params["dora_import"])
         first = (num_tokens - num_external_tokens) // self._block_size
         last = num_blocks_of(num_tokens, self._block_size)
         blocks_to_read = list(block_ids[first:last])
         self._transfers.imports.append(Import(request.cache_salt, folder, blocks_to_read, first))
 
     def build_connector_meta(self, scheduler_output: Any) -> Transfers:
-        self._orders.halt_ordered()
+        self._halt_ordered()
         transfers, self._transfers = self._transfers, Transfers()
         return transfers
 
     # a worker
 
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._layers = [blocks_first(cache, self._num_blocks) for cache in kv_caches.values()]
-
-    @property
-    def layout(self) -> tuple[str, ...]:
-        """See `KVOrigin`. Empty if the layers' blocks are not of one shape."""
-        return layout_of(self._layers, self._num_workers, self._block_size)
-
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         for each in self._get_connector_metadata().imports:
-            path = kv_files.worker_file(Path(each.folder), self._rank)
+            path = kv_files.worker_file(each.folder, self._rank)
             try:
                 origin = self._origin_of(each.version)
                 kv_files.read_blocks(path, origin, self._layers, each.blocks, each.first)
@@ -192,7 +199,7 @@ class KVFileConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         for each in self._get_connector_metadata().exports:
-            path = kv_files.worker_file(kv_files.part_folder(Path(each.folder)), self._rank)
+            path = kv_files.worker_file(kv_files.part_folder(each.folder), self._rank)
             try:
                 origin = self._origin_of(each.version)
                 kv_files.write_blocks(path, origin, self._layers, each.blocks, each.num_tokens)
@@ -219,26 +226,12 @@ class KVFileConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return kv_files.KVOrigin(self.weight_digests.get(version, ""), self.layout)
 
 
-def param(request: Any, name: str) -> str | None:
+def param(request: Any, name: str) -> Path | None:
     """One of DORA-RL's parameters of a request: a folder."""
-    folder: str | None = (request.kv_transfer_params or {}).get(name)
-    return folder
+    folder = (request.kv_transfer_params or {}).get(name)
+    return None if folder is None else Path(folder)
 
 
 def num_blocks_of(num_tokens: int, block_size: int) -> int:
     """Blocks that hold the KV of so many tokens."""
     return -(-num_tokens // block_size)
-
-
-def blocks_first(cache: Any, num_blocks: int) -> Any:
-    """A view whose first dimension is the block; some attention backends have keys and values there."""
-    return cache if cache.shape[0] == num_blocks else cache.transpose(0, 1)
-
-
-def layout_of(layers: Sequence[Any], num_workers: int, block_size: int) -> tuple[str, ...]:
-    """The `layout` of a `KVOrigin`; empty if the layers' blocks are not of one shape."""
-    kinds = {(str(layer.dtype), *map(str, layer.shape[1:])) for layer in layers}
-    if len(kinds) != 1:
-        return ()
-    sizes = (num_workers, len(layers), block_size)
-    return (vllm.__version__, layers[0].device.type, *map(str, sizes), *kinds.pop())

@@ -21,13 +21,7 @@ from typing import Any
 
 import dora_kv_files as kv_files  # type: ignore[import-not-found]
 import vllm  # type: ignore[import-not-found]
-from dora_vllm_kv import (  # type: ignore[import-not-found]
-    ExportOrders,
-    blocks_first,
-    layout_of,
-    num_blocks_of,
-    param,
-)
+from dora_vllm_kv import Connector, num_blocks_of, param  # type: ignore[import-not-found]
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # type: ignore[import-not-found]
     KVConnectorRole,
 )
@@ -40,21 +34,18 @@ logger = init_logger(f"vllm.{__name__}")
 LEASE_FLAG = "_bidirectional_kv_xfer_enabled"  # of vLLM's worker
 
 
-class KVNixlConnector(NixlPullConnector):  # type: ignore[misc]
-    """One object in the scheduler, and one in each worker."""
+class KVNixlConnector(Connector, NixlPullConnector):  # type: ignore[misc]
+    """One object in the scheduler, and one in each worker.
+
+    Other servers read the KV by its ticket, which has no `weight_digests`: engines compare those they loaded.
+    """
+
+    layout_prefix = (kv_files.BY_TICKET,)
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        if len(kv_cache_config.kv_cache_groups) != 1:
-            raise ValueError("DORA-RL moves the KV of models whose layers have one kind of attention")
         super().__init__(vllm_config, role, kv_cache_config)
         (group,) = kv_cache_config.kv_cache_groups
-        self._block_size = vllm_config.cache_config.block_size
         self._bytes_per_block = group.kv_cache_spec.page_size_bytes * len(group.layer_names)
-        self._num_blocks = kv_cache_config.num_blocks
-        self._num_workers = vllm_config.parallel_config.world_size
-        self._orders = ExportOrders()
-        self._layers: list[Any] = []
-        self.weight_digests: dict[str, str] = {}  # of the worker's weights; engines compare those they loaded
         if role == KVConnectorRole.WORKER:
             # vLLM then reads no blocks whose lease is over, which may have the KV of another request. The
             # scheduler's flag stays off: it makes servers that prefill read from those that decode.
@@ -62,18 +53,13 @@ class KVNixlConnector(NixlPullConnector):  # type: ignore[misc]
                 raise RuntimeError(f"vLLM {vllm.__version__} has no {LEASE_FLAG}: use kv_connector = 'files'")
             setattr(self.connector_worker, LEASE_FLAG, True)
 
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return False
-
     # the scheduler
 
     def on_new_request(self, request: Any) -> None:
         """Import by the ticket in the request's folder, if it has one that can be used."""
-        self._orders.add(request)
         if (folder := param(request, "dora_import")) is not None:
             try:
-                self._use_ticket(request, kv_files.read_ticket(Path(folder)))
+                self._use_ticket(request, kv_files.read_ticket(folder))
             except (kv_files.KVFileError, KeyError, TypeError) as error:
                 logger.warning("prefilling %s: %s", request.request_id, error)
         super().on_new_request(request)
@@ -106,7 +92,7 @@ class KVNixlConnector(NixlPullConnector):  # type: ignore[misc]
     ) -> tuple[bool, None]:
         """Keep the blocks of a request that was halted, and write its ticket."""
         scheduler, params = self.connector_scheduler, request.kv_transfer_params
-        if (folder := self._orders.finish(request)) is None:
+        if (folder := self._folder_of_halted(request)) is None:
             scheduler._reqs_not_processed.add(request.request_id)  # it may have been halted
             super().request_finished_all_groups(request, block_ids)  # it may have to end an import
             return False, None
@@ -135,17 +121,5 @@ class KVNixlConnector(NixlPullConnector):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         # The workers must know of a request before they can send its blocks.
-        self.connector_scheduler._reqs_in_batch |= self._orders.halt_ordered()
+        self.connector_scheduler._reqs_in_batch |= self._halt_ordered()
         return super().build_connector_meta(scheduler_output)
-
-    # a worker
-
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        super().register_kv_caches(kv_caches)
-        self._layers = [blocks_first(cache, self._num_blocks) for cache in kv_caches.values()]
-
-    @property
-    def layout(self) -> tuple[str, ...]:
-        """See `KVOrigin`. The first item says that other servers read the KV by its ticket."""
-        layout = layout_of(self._layers, self._num_workers, self._block_size)
-        return (kv_files.BY_TICKET, *layout) if layout else ()

@@ -20,7 +20,7 @@ import sys
 import urllib.request
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from dora_digest import StreamDigest  # type: ignore[import-not-found]
@@ -29,8 +29,6 @@ from dora_vllm import WorkerExtension as FileLoader
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-found]
     ParamMeta,
-    TrainerInitInfo,
-    TrainerWeightTransferEngine,
     WeightSource,
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -57,7 +55,6 @@ from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not
 )
 
 TIMEOUT_S = 600.0
-Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 class TransferExtension(FileLoader):  # type: ignore[misc]
@@ -94,15 +91,10 @@ class DigestMixin:
         super().finish_weight_update()  # type: ignore[misc]
         self.digest = self._arriving.digest()
 
-    def _observe(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    def _observe(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             self._arriving.add(tensor.contiguous().view(torch.uint8).flatten().cpu().numpy())
             yield name, tensor
-
-
-@dataclass
-class FileInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """There is nothing to agree on."""
 
 
 @dataclass
@@ -115,9 +107,9 @@ class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 class FileTransfer(WeightTransferEngine):  # type: ignore[misc]
     """Reads the file of a version where it lies."""
 
-    init_info_cls, update_info_cls = FileInitInfo, FileUpdateInfo
+    init_info_cls, update_info_cls = WeightTransferInitInfo, FileUpdateInfo
 
-    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         """There is nothing to set up."""
 
     def start_weight_update(self) -> None:
@@ -163,60 +155,43 @@ class VersionFileSource(WeightSource):  # type: ignore[misc]
                 yield name, stored.get_tensor(name).to(self._device)
 
 
-@dataclass
-class FileTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """There is nothing to agree on."""
-
-    backend: ClassVar[str] = "dora_file"
-
-
-class FileSender(TrainerWeightTransferEngine):  # type: ignore[misc]
+class FileSender:
     """Sends the workers the path of the file to read."""
 
-    init_info_cls = FileTrainerInitInfo
-
-    @classmethod
-    def trainer_init(cls, init_info: FileTrainerInitInfo, *, client: Any, source: Any = None) -> FileSender:
+    def __init__(self, client: Any, source: VersionFileSource) -> None:
+        self._client, self._source = client, source
         client.init_weight_transfer_engine({})
-        return cls(client=client, source=source, is_sender=init_info.is_sender)
 
     def send_weights(self) -> None:
-        self.client.start_weight_update()
-        self.client.update_weights({"path": self.source.path})
-        self.client.finish_weight_update()
+        self._client.start_weight_update()
+        self._client.update_weights({"path": self._source.path})
+        self._client.finish_weight_update()
 
 
 class TokenClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
     """Calls a server that asks for the auth token of `dora_vllm`."""
 
-    def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
         headers = {
             "Authorization": f"Bearer {os.environ[TOKEN_VARIABLE]}",
             "Content-Type": "application/json",
         }
-        content = json_bytes(json or {})
+        content = json.dumps(body or {}).encode()
         request = urllib.request.Request(f"{self.base_url}/{path}", content, headers)
         urllib.request.urlopen(request, timeout=self.timeout).read()
 
 
-def json_bytes(value: object) -> bytes:
-    """UTF-8 of a value as JSON."""
-    return json.dumps(value).encode()
-
-
 def make_sender(backend: str, url: str, num_workers: int, source: VersionFileSource) -> Any:
     """The sender of a backend, after its handshake with a server's `num_workers` workers."""
-    init: Any
+    client = TokenClient(url, timeout=TIMEOUT_S)
+    if backend == "dora_file":
+        return FileSender(client, source)
+    init: Any = IPCTrainerInitInfo(rank=0)
     if backend == "dora_nccl":
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         init = NCCLTrainerInitInfo("127.0.0.1", port, 1 + num_workers, rank=0)
-    elif backend == "dora_ipc":
-        init = IPCTrainerInitInfo(rank=0)
-    else:
-        init = FileTrainerInitInfo(rank=0)
-    client = TokenClient(url, timeout=TIMEOUT_S)
     return WeightTransferTrainerFactory.trainer_init(init, client=client, source=source)
 
 
@@ -239,7 +214,6 @@ def main(backend: str, url: str, num_workers: int) -> None:
 
 for _name, _engine in (("dora_file", DoraFile), ("dora_ipc", DoraIPC), ("dora_nccl", DoraNCCL)):
     WeightTransferEngineFactory.register_engine(_name, _engine)
-WeightTransferTrainerFactory.register_engine("dora_file", FileSender)
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

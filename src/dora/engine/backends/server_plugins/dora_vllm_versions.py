@@ -79,7 +79,8 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
             raise RuntimeError(
                 f"the device has no memory for weights of {num_slots} versions: lower engine.version_slots"
             ) from error
-        tensors = Counter(id(t) for slot in self._slots for t in {*_tensors_of(slot.model)})
+        models = [slot.model for slot in self._slots]
+        tensors = Counter(id(t) for model in models for t in {*model.parameters(), *model.buffers()})
         if max(tensors.values()) > 1:
             raise RuntimeError("the models of several version slots share tensors: set version_slots = 1")
         self._mixed: MixedModel | None = None  # None: a step computes one version
@@ -111,16 +112,12 @@ class VersionsWorker(WorkerExtension, Worker):  # type: ignore[misc]
             self._mixed = self._mix()
         except Exception as error:
             logger.warning("versions take turns: a step cannot compute several of them: %s", error)
-        if not all(self._of_all_workers(self._mixed is not None)):
-            self._mixed = None  # the workers of a model must call the same layers
-
-    def _of_all_workers(self, value: Any) -> list[Any]:
-        """The value of each worker that divides the model, in each of them."""
-        group = get_tp_group()
-        values = [value] * group.world_size
+        group = get_tp_group()  # the workers that divide a model must call the same layers
+        can_mix = [self._mixed is not None] * group.world_size
         if group.world_size > 1:
-            torch.distributed.all_gather_object(values, value, group=group.cpu_group)
-        return values
+            torch.distributed.all_gather_object(can_mix, self._mixed is not None, group=group.cpu_group)
+        if not all(can_mix):
+            self._mixed = None
 
     def _mix(self) -> MixedModel:
         """A model of all slots. Raises an error if its hidden states differ from those of the models.
@@ -387,11 +384,6 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
                 raise RuntimeError(f"a step of {scheduled} was computed by {self.computed_versions}")
             self._mixes = model_runner_output.dora_mixes
         return super().update_from_output(scheduler_output, model_runner_output)
-
-
-def _tensors_of(model: Any) -> Iterator[Any]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 def _version_of(request: Any) -> str:
