@@ -6,7 +6,9 @@ import gc
 import multiprocessing
 import os
 import sys
+import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if WITH_PROCESSES.intersection(item.path.parents):
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a short name: the path of a Unix socket has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="dora-") as made:
+        yield Path(made)
 
 
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
