@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import multiprocessing
 import os
 import sys
+import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,6 +44,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if WITH_PROCESSES.intersection(item.path.parents):
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a short name: the path of a Unix socket has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="dora-") as made:
+        yield Path(made)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test may be a coroutine, which runs in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:

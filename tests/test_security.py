@@ -110,6 +110,7 @@ LISTENS = {
         "tests/test_security.py::test_only_the_owner_can_connect_to_the_fork_server",
     ),
 }
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 LISTENING = (
     "bind",
     "create_server",
@@ -221,7 +222,7 @@ def test_the_tests_of_each_guard_exist(module: str) -> None:
     for test in tests:
         file, _, name = test.partition("::")
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
+        assert name in {node.name for node in tree.body if isinstance(node, FUNCTION)}, test
 
 
 def test_servers_listen_on_loopback_by_default() -> None:

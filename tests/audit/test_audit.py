@@ -5,7 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.journal.recorded_runs import Edit, Record, edited, edited_samples, nth_of, record_run, with_edits
+from tests.journal.recorded_runs import (
+    Edit,
+    Record,
+    changed,
+    edited,
+    edited_samples,
+    nth_of,
+    record_run,
+    removed,
+    repeated,
+    with_edits,
+)
 
 from dora.audit import audit
 from dora.audit.audit import FILES
@@ -67,14 +78,6 @@ def drop_under_a_request(records: list[Record]) -> None:
     records.insert(records.index(event), drop)
 
 
-def replace_an_engine_that_is_not_lost(records: list[Record]) -> None:
-    nth_of(records, "engine_joined", -1)["replaces"] = 99
-
-
-def load_other_bytes(records: list[Record]) -> None:
-    nth_of(records, "loaded")["digest"] = "sim-ffffffff"
-
-
 def sample_from_other_bytes(records: list[Record]) -> None:
     nth_of(records, "request_finished")["chunks"][0][1] = "sim-ffffffff"
 
@@ -85,16 +88,8 @@ def drop_a_version_that_is_not_held(records: list[Record]) -> None:
     records.insert(records.index(event), drop)
 
 
-def generate_with_another_version(records: list[Record]) -> None:
-    nth_of(records, "generate")["version"] += 1
-
-
 def publish_twice(records: list[Record]) -> None:
     records.append(nth_of(records, "published") | {"digest": "sim-ffffffff"})
-
-
-def count_a_token_twice(records: list[Record]) -> None:
-    nth_of(records, "request_finished")["num_tokens"] += 1
 
 
 def lose_a_group(records: list[Record]) -> None:
@@ -151,11 +146,6 @@ def admit_twice(records: list[Record]) -> None:
     records.append(admit | {"index": admit["index"] + 1})
 
 
-def finish_twice(records: list[Record]) -> None:
-    event = nth_of(records, "request_finished")
-    records.insert(records.index(event) + 1, dict(event))
-
-
 def remove_a_sibling(records: list[Record]) -> None:
     records.remove(finish(records, batch(records, 3)[0]))
 
@@ -189,10 +179,6 @@ def publish_too_early(records: list[Record]) -> None:
     records.insert(records.index(nth_of(records, "trained")), action)
 
 
-def remove_a_step(records: list[Record]) -> None:
-    records.remove(nth_of(records, "trained", -1))
-
-
 def train_without_action(records: list[Record]) -> None:
     records.append({"t_s": 0.0, "kind": "trained", "step": 8})
 
@@ -203,10 +189,6 @@ def train_too_late(records: list[Record]) -> None:
     first[0], last[0] = last[0], first[0]
 
 
-def exceed_the_bound_with_a_deadline(records: list[Record]) -> None:
-    nth_of(records, "admit")["deadline"] += 1
-
-
 def lower_a_deadline(records: list[Record]) -> None:
     """The bound is lower when the group is admitted, and it is trained at the same step."""
     group = batch(records, 1)[0]
@@ -214,20 +196,21 @@ def lower_a_deadline(records: list[Record]) -> None:
     admit["deadline"] = 0
 
 
+OTHER_BYTES = changed("loaded", digest="sim-ffffffff")
 EDITS: list[tuple[Edit, str, str]] = [
     (mix_versions, "C1", "was sampled from"),
     (finish_on_another_version, "C1", "its group has"),
     (finish_on_another_engine, "C1", "its owner was engine"),
     (remove_a_load, "C1", "holds"),
     (drop_under_a_request, "C1", "holds"),
-    (replace_an_engine_that_is_not_lost, "C1", "replaces engine 99, which was not lost"),
-    (load_other_bytes, "C1", "expected the published"),
+    (changed("engine_joined", -1, replaces=99), "C1", "replaces engine 99, which was not lost"),
+    (OTHER_BYTES, "C1", "expected the published"),
     (sample_from_other_bytes, "C1", "was sampled from"),
     (drop_a_version_that_is_not_held, "C1", "drops version 0, it holds []"),
-    (generate_with_another_version, "C1", "generates on version 1, it holds [0]"),
-    (generate_with_another_version, "C1", "is generated on version 1, its group has 0"),
+    (changed("generate", version=1), "C1", "generates on version 1, it holds [0]"),
+    (changed("generate", version=1), "C1", "is generated on version 1, its group has 0"),
     (publish_twice, "C1", "published twice"),
-    (count_a_token_twice, "C1", "its chunks have"),
+    (changed("request_finished", num_tokens=99), "C1", "its chunks have"),
     (lose_a_group, "C2", "has no outcome"),
     (shorten_a_batch, "C2", "has 2 groups, not 3"),
     (train_in_two_batches, "C2", "was already in a batch"),
@@ -240,16 +223,16 @@ EDITS: list[tuple[Edit, str, str]] = [
     (fetch_from_the_wrong_epoch, "C2", "expected a new row"),
     (fetch_a_row_that_does_not_exist, "C2", "expected a new row"),
     (admit_twice, "C2", "was admitted twice"),
-    (finish_twice, "C2", "finished twice"),
+    (repeated("request_finished"), "C2", "finished twice"),
     (remove_a_sibling, "C2", "is in a batch and has not finished"),
     (finish_after_the_batch, "C2", "is in a batch and has not finished"),
     (lose_a_reward, "C2", "is in a batch with 1 of 2 rewards"),
     (score_too_early, "C2", "is scored and has not finished"),
     (start_a_step_during_another, "C2", "step 2 starts during another step"),
     (publish_too_early, "C2", "version 1 is published after 0 steps"),
-    (remove_a_step, "C2", "the run stopped after 7 of 8 steps"),
+    (removed("trained", -1), "C2", "the run stopped after 7 of 8 steps"),
     (train_without_action, "C2", "expected step"),
-    (exceed_the_bound_with_a_deadline, "C3", "has the deadline"),
+    (changed("admit", deadline=99), "C3", "has the deadline"),
     (lower_a_deadline, "C3", "after its deadline 1"),
     (train_too_late, "C3", "staleness 7, bound 2"),
     (train_too_late, "C2", "is in a batch without being admitted"),
@@ -323,7 +306,7 @@ def test_an_edited_sample_breaks_its_guarantee(
 
 
 def test_the_guarantees_have_separate_verdicts(finished_run: Path, tmp_path: Path) -> None:
-    result = audit.check(edited(finished_run, tmp_path / "run", load_other_bytes))
+    result = audit.check(edited(finished_run, tmp_path / "run", OTHER_BYTES))
     assert (result.c1, result.c2, result.c3) == (False, True, True)
 
 

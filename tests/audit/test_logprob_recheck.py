@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.runtime.running import query
 from tests.runtime.tiny import MODEL, save_start, write_task
 from torch import Tensor
 
@@ -31,6 +31,7 @@ from dora.trainer.checkpoint_folders import write_manifest
 from dora.weights.store import WeightStore
 
 NUM_GROUPS, GROUP_SIZE = 3, 2  # of each version
+SECOND = "where group_id = '1/0' and sibling = 1"
 MIXTURE = replace(
     MODEL, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8
 )
@@ -109,14 +110,10 @@ def request_of(config: Config, group: GroupId, sibling: int, version: int) -> Re
 
 def change(run: Path, column: str, dtype: str, edit: Callable[[np.ndarray], object]) -> str:
     """Edit a column of the second sample of version 1; its name."""
-    with sqlite3.connect(run / "samples.sqlite") as db:
-        (blob,) = db.execute(
-            f"select {column} from samples where group_id = '1/0' and sibling = 1"
-        ).fetchone()
-        values = np.frombuffer(blob, dtype).copy()
-        edit(values)
-        where = "where group_id = '1/0' and sibling = 1"
-        db.execute(f"update samples set {column} = ? {where}", (values.tobytes(),))
+    ((blob,),) = query(run, f"select {column} from samples {SECOND}")
+    values = np.frombuffer(blob, dtype).copy()
+    edit(values)
+    query(run, f"update samples set {column} = ? {SECOND}", values.tobytes())
     return "sample 1/0/1 of version 1"
 
 
@@ -209,11 +206,9 @@ def test_a_changed_log_prob_is_found(
 def test_tokens_of_the_environment_are_not_compared(make_run: MakeRun) -> None:
     run = make_run()
     sample = change(run, "logprobs", "<f4", lambda logprobs: logprobs[3:6].fill(0))
-    where = "where group_id = '1/0' and sibling = 1"
 
     def findings_with(mask: list[int]) -> list[str]:
-        with sqlite3.connect(run / "samples.sqlite") as db:
-            db.execute(f"update samples set loss_mask = ? {where}", (bytes(mask),))
+        query(run, f"update samples set loss_mask = ? {SECOND}", bytes(mask))
         return logprob_recheck.check(run, 100).findings
 
     assert findings_with([1] * 3 + [0] * 3 + [1] * 3) == []

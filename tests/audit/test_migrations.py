@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.journal.recorded_runs import Edit, Record, edited, nth_of, with_edits
+from tests.journal.recorded_runs import Edit, Record, changed, edited, nth_of, removed, repeated, with_edits
 from tests.journal.story import EVENTS, write_story
 
 from dora.audit import audit
@@ -15,35 +15,10 @@ def migrate_from_another_engine(records: list[Record]) -> None:
     nth_of(records, "migrated")["source"] = nth_of(records, "migrate", 1)["source"] = 2
 
 
-def migrate_with_another_version(records: list[Record]) -> None:
-    nth_of(records, "migrate")["version"] = 1
-
-
-def migrate_without_action(records: list[Record]) -> None:
-    records.remove(nth_of(records, "migrate", -1))
-
-
-def migrate_to_another_engine(records: list[Record]) -> None:
-    nth_of(records, "migrated", -1)["destination"] = 5
-
-
-def migrate_to_an_engine_without_the_version(records: list[Record]) -> None:
-    records.remove(nth_of(records, "loaded", -1))
-
-
-def migrate_twice_at_once(records: list[Record]) -> None:
-    action = nth_of(records, "migrate")
-    records.insert(records.index(action), dict(action))
-
-
 def remove_the_end_of_a_migration(records: list[Record]) -> None:
     """Engine 0, its source, is removed during the migration."""
     event = nth_of(records, "migrated", -1)
     records.remove(event)
-    nth_of(records, "request_finished")["engine"] = 0
-
-
-def finish_on_the_source(records: list[Record]) -> None:
     nth_of(records, "request_finished")["engine"] = 0
 
 
@@ -56,45 +31,28 @@ def remove_an_engine_with_a_request(records: list[Record]) -> None:
     records.insert(records.index(nth_of(records, "engine_removed")), action | {"requests": [[0, 5, 0]]})
 
 
-def join_twice(records: list[Record]) -> None:
-    records.insert(5, dict(nth_of(records, "engine_joined")))
-
-
-def repeat_with_other_groups(records: list[Record]) -> None:
-    nth_of(records, "train", -1)["groups"] = [[0, 2]]
-
-
-def repeat_another_step(records: list[Record]) -> None:
-    nth_of(records, "train", -1)["step"] = 1
-
-
 def fail_a_step_that_was_not_started(records: list[Record]) -> None:
     records.insert(5, {"t_s": 0.0, "kind": "step_failed", "step": 0, "reason": "early"})
-
-
-def remove_the_repetition(records: list[Record]) -> None:
-    event = nth_of(records, "step_failed")
-    records.insert(records.index(event), dict(event))
 
 
 EDITS: list[tuple[Edit, str, str]] = [
     (migrate_from_another_engine, "C1", "migrated from engine 2, its owner was engine 1"),
     (migrate_from_another_engine, "C1", "migrates from engine 2, its owner is engine 1"),
-    (migrate_with_another_version, "C1", "migrates on version 1, its group has 0"),
-    (migrate_without_action, "C1", "expected None"),
-    (migrate_to_another_engine, "C1", "ended a migration from 0 to 5, expected (0, 2)"),
-    (migrate_to_an_engine_without_the_version, "C1", "migrated to engine 0, which holds []"),
-    (migrate_twice_at_once, "C1", "is in two migrations at once"),
+    (changed("migrate", version=1), "C1", "migrates on version 1, its group has 0"),
+    (removed("migrate", -1), "C1", "expected None"),
+    (changed("migrated", -1, destination=5), "C1", "ended a migration from 0 to 5, expected (0, 2)"),
+    (removed("loaded", -1), "C1", "migrated to engine 0, which holds []"),
+    (repeated("migrate"), "C1", "is in two migrations at once"),
     (remove_the_end_of_a_migration, "C1", "left during the migrations of 0/4/0"),
     (remove_the_end_of_a_migration, "C1", "was removed with the requests 0/4/0"),
-    (finish_on_the_source, "C1", "finished on engine 0, its owner was engine 2"),
+    (changed("request_finished", engine=0), "C1", "finished on engine 0, its owner was engine 2"),
     (generate_a_request_that_has_an_owner, "C1", "was assigned to engine 2, its owner is engine 0"),
     (remove_an_engine_with_a_request, "C1", "engine 0 was removed with the requests 0/5/0"),
-    (join_twice, "C1", "engine 0 joined twice"),
-    (repeat_with_other_groups, "C2", "repeats a failed step with another number or other groups"),
-    (repeat_another_step, "C2", "repeats a failed step with another number or other groups"),
+    (repeated("engine_joined"), "C1", "engine 0 joined twice"),
+    (changed("train", -1, groups=[[0, 2]]), "C2", "a failed step with another number or other groups"),
+    (changed("train", -1, step=1), "C2", "a failed step with another number or other groups"),
     (fail_a_step_that_was_not_started, "C2", "step 1 failed, expected step 1"),
-    (remove_the_repetition, "C2", "step 1 failed, expected step 1"),
+    (repeated("step_failed"), "C2", "step 1 failed, expected step 1"),
 ]
 
 

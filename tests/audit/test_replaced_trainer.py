@@ -5,7 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.journal.recorded_runs import Edit, Record, edited, nth_of, record_run, with_edits, world_config
+from tests.journal.recorded_runs import (
+    Edit,
+    Record,
+    changed,
+    edited,
+    nth_of,
+    record_run,
+    with_edits,
+    world_config,
+)
 
 from dora.audit import audit
 from dora.core.events import DigestReported, Published, TrainerReplaced
@@ -77,10 +86,6 @@ def resume_with_other_weights(records: list[Record]) -> None:
     first_after(records, with_redone(records), "digest_reported")["digest"] = "0" * 32
 
 
-def report_the_digest_of_an_unpublished_version(records: list[Record]) -> None:
-    nth_of(records, "digest_reported")["version"] = 8
-
-
 def publish_a_redone_version(records: list[Record]) -> None:
     event = first_after(records, with_redone(records), "digest_reported")
     event["kind"] = "published"
@@ -97,7 +102,7 @@ EDITS: list[tuple[Edit, str, str]] = [
     (start_a_step_without_a_trainer, "C2", "starts without a trainer"),
     (name_other_batches, "C2", "redoes other batches"),
     (resume_with_other_weights, "C1", "and its checkpoint has 00000000"),
-    (report_the_digest_of_an_unpublished_version, "C1", "a digest of version 8 is reported"),
+    (changed("digest_reported", version=8), "C1", "a digest of version 8 is reported"),
     (publish_a_redone_version, "C1", "is published twice"),
     (load_a_redone_version, "C1", " again as version "),
 ]

@@ -75,7 +75,6 @@ def aborted_event(label: str, num_tokens: int) -> dict[str, Any]:
 class FakeVllmServer(FakeServer):
     """With several `version_slots` it is like one with DORA-RL's worker class. `faults` may have:
 
-    crashes_after: close the connection of an answer after this many events.
     holds: hold back all events of an answer but the first one until it is aborted.
     holds_after: hold back an answer after this many events until it is aborted.
     ignored_aborts: ignore this many calls that abort requests.
@@ -330,7 +329,7 @@ class Handler(BaseHTTPRequestHandler):
             if self._is_export_ordered(body):
                 self._halt(body, event, num_sent)
                 break
-            if number == faults.get("crashes_after") or faults.get("crashes"):
+            if "crashes" in faults:
                 self.connection.shutdown(socket.SHUT_RDWR)  # as when the process crashes
                 return False
             (choice,) = event["choices"]

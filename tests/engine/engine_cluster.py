@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.engine.tiny import TINY, weights
+from tests.engine.tiny import TINY, all_close, make_engine, run, weights
 
 from dora.core.types import RequestId
 from dora.engine.engine import Engine
@@ -164,3 +164,15 @@ class EngineCluster:
             engine.check()
             assert engine.kv_usage == 0
         return self.finished
+
+    def check_answers(self, requests: list[Request]) -> None:
+        """Run to the end: the requests have the answers of one engine without migrations."""
+        assert all_close(self.run_to_end(), self._expected(requests))
+
+    def check_bits(self, request: Request) -> None:
+        """Run to the end: a request that was alone on each engine has the bits of one that stays."""
+        assert self.run_to_end() == self._expected([request])
+
+    def _expected(self, requests: list[Request]) -> dict[RequestId, Completion]:
+        num_versions = 1 + max(request.version for request in requests)
+        return run(make_engine(self.kernels, num_versions=num_versions), requests)

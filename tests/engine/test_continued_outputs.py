@@ -3,8 +3,7 @@
 from functools import partial
 
 import pytest
-from tests.engine.test_migration import is_close
-from tests.engine.tiny import make_engine, make_request, run
+from tests.engine.tiny import all_close, make_engine, make_request, run
 
 REQUESTS = [make_request(i, max_tokens=24) for i in range(12)]
 
@@ -26,8 +25,7 @@ def test_continued_outputs_equal_undisturbed_ones(kernels: str, num_blocks: int 
     }
     completions = run(engine, [])
     assert 0 < len(outputs) < len(REQUESTS)
-    assert completions.keys() == expected.keys()
-    assert all(is_close(completions[i], expected[i]) for i in expected)
+    assert all_close(completions, expected)
     assert engine.num_decoded == sum(len(c.token_ids) for c in expected.values()) - num_kept
     for request_id, output in outputs.items():  # what was drawn stays drawn, to the bit
         kept = completions[request_id].logprobs[: len(output.token_ids)]

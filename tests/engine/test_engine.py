@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.engine.tiny import (
     TINY,
+    forward_logprobs,
     full_logits,
     greedy_output,
     make_engine,
@@ -40,9 +41,7 @@ def test_logprobs_are_those_of_a_forward_pass_of_the_trainer(kernels: str) -> No
     completions = run(make_engine(kernels), requests)
     for request in requests:
         completion = completions[request.id]
-        logits = full_logits(weights(), [*request.prompt_ids, *completion.token_ids])
-        output_logits = logits[len(request.prompt_ids) - 1 : -1] / request.sampling.temperature
-        expected = output_logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        expected = forward_logprobs(weights(), completion, request.sampling.temperature)
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
 
 

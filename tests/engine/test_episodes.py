@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.engine import tiny
 from tests.engine.engine_cluster import EngineCluster
-from tests.engine.tiny import TINY, full_logits, make_engine, make_request, weights
+from tests.engine.tiny import TINY, forward_logprobs, make_engine, make_request, run, weights
 
 import dora.engine.engine as engine_module
 from dora.core.types import RequestId
@@ -27,6 +28,7 @@ KERNELS = ("eager", "numba")
 OBSERVATIONS = {0: (7, 8, 9), 1: tuple(range(1, 21)), 2: (3,)}  # by number of the turn
 Completions = dict[RequestId, Completion]
 make_episode_engine = partial(make_engine, max_rows=8)
+all_close = partial(tiny.all_close, has_observations=True)
 
 
 def episode(number: int, max_turn_tokens: int = 6, max_tokens: int = 50, **params: object) -> Request:
@@ -80,22 +82,12 @@ class Environment:
             self.engine.continue_episode(turn.request_id, OBSERVATIONS[number])
 
 
-def same(one: Completion, other: Completion) -> bool:
-    """Whether tokens and finish reasons are equal and log-probs are close (NaN for observations)."""
-    return (
-        (one.token_ids.tolist(), one.chunks, one.finish_reason)
-        == (other.token_ids.tolist(), other.chunks, other.finish_reason)
-    ) and one.logprobs == pytest.approx(other.logprobs, abs=1e-5, nan_ok=True)
-
-
-def forward_logprobs(request: Request, completion: Completion) -> list[float]:
-    """Log-probs by one forward pass over the whole sequence, with NaN for observations."""
-    start = len(request.prompt_ids)
-    logits = full_logits(weights(0), [*request.prompt_ids, *completion.token_ids])[start - 1 : -1]
-    found = (
-        torch.log_softmax(logits, -1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0].tolist()
-    )
-    return [math.nan if math.isnan(own) else x for own, x in zip(completion.logprobs, found, strict=True)]
+def alone(kernels: str, requests: list[Request]) -> Completions:
+    """Each request on an engine of its own, whose observations arrive at once."""
+    return {
+        request.id: Environment(make_episode_engine(kernels)).run([request])[request.id]
+        for request in requests
+    }
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -104,13 +96,11 @@ def test_an_episode_is_one_sequence_whose_kv_is_computed_once(kernels: str) -> N
     completions = Environment(engine).run(requests)
     for request in requests:
         completion = completions[request.id]
-        is_observation = [math.isnan(x) for x in completion.logprobs]
-        expected = [False] * 6 + [True] * 3 + [False] * 6 + [True] * 20 + [False] * 6 + [True] + [False] * 6
-        assert is_observation == expected
+        is_observation = [False] * 6 + [True] * 3 + [False] * 6 + [True] * 20 + [False] * 6 + [True]
+        is_observation += [False] * 6
         assert completion.token_ids[15:35].tolist() == [*OBSERVATIONS[1]]
-        assert completion.logprobs == pytest.approx(
-            forward_logprobs(request, completion), abs=1e-4, nan_ok=True
-        )
+        expected = np.where(is_observation, np.nan, forward_logprobs(weights(), completion))
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
         assert [chunk.num_tokens for chunk in completion.chunks] == [48]
     num_prompt_tokens = sum(request.num_prefill_tokens for request in requests)
     assert engine.num_prefilled == num_prompt_tokens + 8 * 24
@@ -138,7 +128,7 @@ def test_episodes_of_a_lost_engine_continue_on_another_one(num_steps: int, setti
     if "exact" in settings:
         assert completions == expected
     else:
-        assert all(same(completions[i], expected[i]) for i in expected)
+        assert all_close(completions, expected)
     assert sum(environment.num_turns.values()) == 4 * (len(OBSERVATIONS) + 1) > num_replies
     sampled = {i: int(np.isfinite(output.logprobs[:, 0]).sum()) for i, output in outputs.items()}
     assert engine.num_decoded == 24 * len(unfinished) - sum(sampled.values())
@@ -154,12 +144,10 @@ def test_an_output_that_ends_with_a_whole_turn_waits_for_its_observation(params:
     engine.submit([request], lost.partial_outputs([request.id]))
     assert not engine.can_step
     engine.end_episode(request.id)
-    completions: list[Completion] = []
-    while not engine.is_idle:
-        completions += engine.step()
-    assert [completion.token_ids.tolist() for completion in completions] == [turn.token_ids]
+    (completion,) = run(engine, []).values()
+    assert completion.token_ids.tolist() == turn.token_ids
     assert len(turn.token_ids) < len(whole.token_ids)
-    assert (completions[0].finish_reason, engine.num_decoded) == (turn.finish_reason, 0)
+    assert (completion.finish_reason, engine.num_decoded) == (turn.finish_reason, 0)
 
 
 def first_turn(request: Request) -> tuple[Engine, TurnFinished]:
@@ -187,8 +175,7 @@ def test_an_observation_that_the_model_would_have_generated_changes_no_later_tok
     request = episode(3, max_turn_tokens=6, max_tokens=30)
     whole = replace(request, sampling=replace(request.sampling, max_turn_tokens=0))
     engine = make_episode_engine()
-    engine.submit([whole])
-    (expected,) = [done for _ in range(30) for done in engine.step()]
+    (expected,) = run(engine, [whole]).values()
     engine.submit([request])
     completions: list[Completion] = []
     while not engine.is_idle:
@@ -209,27 +196,20 @@ def test_completions_do_not_depend_on_when_observations_arrive_or_on_other_reque
     kernels: str, budget: int
 ) -> None:
     requests = [episode(number) for number in range(8)]
-    expected = {
-        request.id: Environment(make_episode_engine(kernels)).run([request])[request.id]
-        for request in requests
-    }
     engine = make_episode_engine(kernels, max_rows=6, prefill_budget=budget)
     completions = Environment(engine, lambda turn: 7 * turn.request_id.row % 11).run(requests)
-    assert all(same(completions[request.id], expected[request.id]) for request in requests)
+    assert all_close(completions, alone(kernels, requests))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_waiting_episode_is_preempted_if_blocks_are_few_and_returns_unchanged(kernels: str) -> None:
     requests = [episode(number) for number in range(8)]
-    expected = {
-        request.id: Environment(make_episode_engine(kernels)).run([request])[request.id]
-        for request in requests
-    }
+    expected = alone(kernels, requests)
     for num_blocks in (7, 9, 14):
         engine = make_episode_engine(kernels, num_blocks=num_blocks, prefill_budget=16)
         completions = Environment(engine, lambda turn: 5 * turn.request_id.row % 13).run(requests)
         assert engine.num_swapped > 0
-        assert all(same(completions[request.id], expected[request.id]) for request in requests)
+        assert all_close(completions, expected)
 
 
 def test_the_row_of_a_waiting_episode_is_given_to_a_waiting_request() -> None:
@@ -254,7 +234,7 @@ def test_padded_steps_that_start_ahead_give_the_same_episodes(monkeypatch: pytes
     expected = Environment(make_episode_engine()).run(requests)
     monkeypatch.setattr(engine_module, "ModelRunner", CUDAGraphRunner)
     completions = Environment(make_episode_engine(), lambda turn: turn.request_id.row % 3).run(requests)
-    assert all(same(completions[request.id], expected[request.id]) for request in requests)
+    assert all_close(completions, expected)
 
 
 def test_a_turn_ends_with_a_stop_id_or_a_stop_string_in_its_own_tokens() -> None:
@@ -386,7 +366,7 @@ def test_invalid_observations_are_rejected_and_the_episode_still_waits() -> None
 
 def test_a_migration_waits_for_the_observation_and_includes_it(tmp_path: Path) -> None:
     request = episode(4)
-    expected = Environment(make_episode_engine("numba")).run([request])[request.id]
+    expected = alone("numba", [request])
     cluster = EngineCluster(tmp_path, "numba")
     source, destination = cluster.add_engine("source"), cluster.add_engine("destination")
     run_to_first_turn(source, request)
@@ -404,7 +384,7 @@ def test_a_migration_waits_for_the_observation_and_includes_it(tmp_path: Path) -
     assert received.num_tokens == 6 + 3 + 1
     environment = Environment(destination)
     environment.num_turns[request.id] = 1
-    assert same(environment.run([])[request.id], expected)
+    assert all_close(environment.run([]), expected)
     assert [len(turn.token_ids) for turn in environment.turns] == [6, 6, 6]
     assert destination.num_prefilled == len(OBSERVATIONS[1]) + len(OBSERVATIONS[2])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,10 +31,6 @@ def make_inflight_engine(*, keeps_kv: bool, **settings: Any) -> Engine:
     return make_engine(inflight_update=policy, **{"max_rows": 8} | settings)
 
 
-def finish(engine: Engine) -> dict[RequestId, Completion]:
-    return run(engine, [])
-
-
 def run_with_update(engine: Engine, requests: list[Request], flat: Tensor) -> dict[RequestId, Completion]:
     """Run NUM_BEFORE steps with version 0, then load version 1; returns all completions."""
     engine.submit(requests)
@@ -44,7 +41,7 @@ def run_with_update(engine: Engine, requests: list[Request], flat: Tensor) -> di
     engine.load(1, flat)
     engine.check()
     engine.drop(0)  # no request uses it any more
-    return completions | finish(engine)
+    return completions | run(engine, [])
 
 
 @KINDS
@@ -52,9 +49,7 @@ def run_with_update(engine: Engine, requests: list[Request], flat: Tensor) -> di
 def test_an_update_to_equal_weights_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, kernels: str, keeps_kv: bool
 ) -> None:
-    if (
-        kernels == "padded"
-    ):  # as on a GPU, where a step starts before the tokens of the last one are on the host
+    if kernels == "padded":  # as on a GPU, where a step does not wait for the tokens of the last one
         monkeypatch.setattr(engine_module, "ModelRunner", CUDAGraphRunner)
         kernels = "eager"
     requests = [make_request(i) for i in range(8)]
@@ -91,8 +86,7 @@ def test_with_recomputed_kv_a_request_continues_as_if_the_new_weights_had_the_wh
         completion = completions[old.id]
         prompt = (*old.prompt_ids, *completion.token_ids[:NUM_BEFORE].tolist())
         sampling = SamplingParams(1.0, max_tokens=20 - NUM_BEFORE)
-        engine = make_inflight_engine(keeps_kv=False)
-        engine.load(1, weights(1))
+        engine = make_inflight_engine(keeps_kv=False, num_versions=2)
         (fresh,) = run(engine, [Request(old.id, GroupId(0, 9), prompt, 1, old.seed, sampling)]).values()
         assert completion.token_ids[NUM_BEFORE:].tolist() == fresh.token_ids.tolist()
         assert completion.logprobs[NUM_BEFORE:] == pytest.approx(fresh.logprobs, abs=1e-5)
@@ -160,30 +154,17 @@ def test_waiting_and_prefilling_requests_start_with_the_newest_version(
     engine.submit(requests)
     engine.step()
     engine.load(1, weights(1))
-    completions = finish(engine)
+    completions = run(engine, [])
     assert completions.keys() == {r.id for r in requests}
     last = completions[requests[-1].id]
     assert [(c.version, c.num_tokens) for c in last.chunks] == [(1, 20)]
-    (fresh,) = run(
-        engine,
-        [
-            Request(
-                requests[-1].id,
-                requests[-1].group,
-                tuple(last.prompt_ids.tolist()),
-                1,
-                requests[-1].seed,
-                requests[-1].sampling,
-            )
-        ],
-    ).values()
-    assert fresh.token_ids.tolist() == last.token_ids.tolist()
+    again = replace(requests[-1], prompt_ids=tuple(last.prompt_ids.tolist()), version=1)
+    assert output_tokens(run(engine, [again])) == {last.id: last.token_ids.tolist()}
 
 
 @KINDS
 def test_a_request_of_an_old_version_starts_with_the_newest(keeps_kv: bool) -> None:
-    engine = make_inflight_engine(keeps_kv=keeps_kv)
-    engine.load(1, weights(1))
+    engine = make_inflight_engine(keeps_kv=keeps_kv, num_versions=2)
     engine.drop(0)
     (completion,) = run(engine, [make_request(0)]).values()
     assert {chunk.version for chunk in completion.chunks} == {1}
@@ -191,18 +172,16 @@ def test_a_request_of_an_old_version_starts_with_the_newest(keeps_kv: bool) -> N
 
 @KINDS
 def test_held_out_requests_keep_their_version(keeps_kv: bool) -> None:
-    requests = make_request(0)
-    held_out = Request(
-        RequestId(-1, 0, 0), GroupId(-1, 0), requests.prompt_ids, 0, requests.seed, requests.sampling
-    )
+    request = make_request(0)
+    held_out = replace(request, id=RequestId(-1, 0, 0), group=GroupId(-1, 0))
     engine = make_inflight_engine(keeps_kv=keeps_kv)
-    engine.submit([held_out, requests])
+    engine.submit([held_out, request])
     for _ in range(NUM_BEFORE):
         engine.step()
     engine.load(1, weights(1))
-    completions = finish(engine)
+    completions = run(engine, [])
     assert [c.version for c in completions[held_out.id].chunks] == [0]
-    assert [c.version for c in completions[requests.id].chunks] == [0, 1]
+    assert [c.version for c in completions[request.id].chunks] == [0, 1]
     expected = run(make_inflight_engine(keeps_kv=keeps_kv), [held_out])
     assert completions[held_out.id].token_ids.tolist() == expected[held_out.id].token_ids.tolist()
 
@@ -217,13 +196,11 @@ def test_with_preemption_all_requests_finish(keeps_kv: bool) -> None:
         engine.step()
         engine.check()
     engine.load(1, weights(1))
-    completions = finish(engine)
-    assert completions.keys() == {r.id for r in requests}
+    assert run(engine, []).keys() == {r.id for r in requests}
     assert engine.num_recomputed > 0
-    other = make_request(9, group_size=1, prompt_length=10)
-    repeated = Request(other.id, other.group, requests[0].prompt_ids, 1, other.seed, other.sampling)
-    fresh = make_inflight_engine(keeps_kv=keeps_kv)
-    fresh.load(1, weights(1))
+    other = make_request(9, group_size=1, prompt_length=10, version=1)
+    repeated = replace(other, prompt_ids=requests[0].prompt_ids)
+    fresh = make_inflight_engine(keeps_kv=keeps_kv, num_versions=2)
     assert output_tokens(run(engine, [repeated])) == output_tokens(run(fresh, [repeated]))
 
 
@@ -252,12 +229,11 @@ def test_a_request_without_a_token_does_not_keep_the_kv_of_its_prompt() -> None:
     assert engine.progress()[last.id] == 0
     engine.load(1, weights(1))
     engine.decode_only([])
-    completions = finish(engine)
-    fresh = make_inflight_engine(keeps_kv=True)
-    fresh.load(1, weights(1))
-    requests = Request(last.id, last.group, last.prompt_ids, 1, last.seed, last.sampling)
+    completions = run(engine, [])
+    fresh = make_inflight_engine(keeps_kv=True, num_versions=2)
     assert [(c.version, c.num_tokens) for c in completions[last.id].chunks] == [(1, 20)]
-    assert completions[last.id].token_ids.tolist() == run(fresh, [requests])[last.id].token_ids.tolist()
+    expected = run(fresh, [replace(last, version=1)])[last.id]
+    assert completions[last.id].token_ids.tolist() == expected.token_ids.tolist()
     assert [c.version for c in completions[first.id].chunks] == [0, 1]
 
 

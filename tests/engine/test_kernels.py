@@ -1,3 +1,7 @@
+"""Kernels compute what the eager ones do, for rows with scattered blocks and noise in all buffers."""
+
+from __future__ import annotations
+
 import numpy as np
 import pytest
 import torch
@@ -9,12 +13,14 @@ from dora.engine.kernels.workspace import ForwardBatch, Workspace
 from dora.model.config import ModelConfig
 
 BUFFERS = ("x", "delta", "hidden", "qkv", "attended", "gate_up", "gated", "kv", "weights")
-NUM_ROWS, MAX_CONTEXT = 7, 80
+TOLERANCES = {"float32": 1e-5, "bfloat16": 3e-2}
+MAX_CONTEXT, NUM_BLOCKS, NUM_ROWS = 80, 48, 7
+BATCH = ForwardBatch(np.array([6, 0, 3, 1, 5, 2, 7]), np.array([0, 0, 2, 2, 2, 1, 1]))
+POSITIONS = np.array([0, 1, 15, 16, 30, 63, 79])  # on both sides of block and tile boundaries
 
 
-def workspace(heads: int, kv_heads: int, dim: int) -> Workspace:
-    """A workspace with noise in all buffers, whose rows have scattered blocks."""
-    config = ModelConfig(
+def config(heads: int, kv_heads: int, dim: int, family: str = "qwen3") -> ModelConfig:
+    return ModelConfig(
         vocab_size=16,
         hidden_size=20,
         intermediate_size=13,
@@ -22,35 +28,52 @@ def workspace(heads: int, kv_heads: int, dim: int) -> Workspace:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=dim,
-        max_position_embeddings=MAX_CONTEXT,
+        max_position_embeddings=512,
+        model_type=family,
     )
-    work = Workspace(config, 8, MAX_CONTEXT, 3, num_blocks=48)
+
+
+def workspaces(
+    shape: ModelConfig, dtype: str = "float32", max_context: int = MAX_CONTEXT, device: str = "cpu"
+) -> tuple[Workspace, Workspace]:
+    """Two with the same noise in all buffers: the reference, fp32 on the CPU, and the tested one."""
+    num_blocks = NUM_BLOCKS * max_context // MAX_CONTEXT
+    reference = Workspace(shape, 8, max_context, 3, num_blocks)
+    tested = Workspace(shape, 8, max_context, 3, num_blocks, device=device, dtype=dtype)
     noise = torch.Generator().manual_seed(0)
     for name in BUFFERS:
-        getattr(work, name).normal_(generator=noise)
-    tables = torch.randperm(48, generator=noise)[: work.block_tables.numel()]
-    work.block_tables[:] = tables.view(work.block_tables.shape)
-    return work
+        buffer = getattr(reference, name).normal_(generator=noise)
+        getattr(tested, name).copy_(buffer)
+        buffer.copy_(getattr(tested, name))  # the rounded values
+    tables = torch.randperm(num_blocks, generator=noise)[: tested.block_tables.numel()]
+    for work in (reference, tested):
+        work.block_tables.copy_(tables.view(tested.block_tables.shape))
+    for name, values in (("positions", POSITIONS), ("rows", BATCH.rows), ("slots", BATCH.slots)):
+        getattr(tested, name)[:NUM_ROWS] = torch.from_numpy(values)
+    return reference, tested
+
+
+def check_same(reference: Workspace, tested: Workspace, dtype: str = "float32") -> None:
+    """Compare all buffers for the rows of the batch, also those that no kernel writes."""
+    for name in BUFFERS:
+        rows = slice(None) if name in ("kv", "weights") else slice(NUM_ROWS)
+        found, expected = getattr(tested, name)[rows].cpu().float(), getattr(reference, name)[rows]
+        torch.testing.assert_close(found, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 3, 4), (8, 1, 32), (6, 2, 10)])
 def test_numba_kernels_compute_what_the_eager_ones_do(heads: int, kv_heads: int, dim: int) -> None:
-    batch = ForwardBatch(np.array([6, 0, 3, 1, 5, 2, 7]), np.array([0, 0, 2, 2, 2, 1, 1]))
-    positions = np.array([0, 1, 15, 16, 30, 63, 79])
-    workspaces = [workspace(heads, kv_heads, dim) for _ in range(2)]
-    implementations: list[Kernels] = [EagerKernels(workspaces[0]), NumbaKernels(workspaces[1])]
-    for work, kernels in zip(workspaces, implementations, strict=True):
-        kernels.add_norm(batch, work.layout.offsets["model.layers.1.post_attention_layernorm.weight"])
-        kernels.attend(batch, positions, layer=1)
-        kernels.swiglu(batch)
-    for name in BUFFERS:
-        rows = slice(None) if name in ("kv", "weights") else slice(NUM_ROWS)
-        expected, found = (getattr(work, name)[rows] for work in workspaces)
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    reference, tested = workspaces(config(heads, kv_heads, dim))
+    implementations: list[Kernels] = [EagerKernels(reference), NumbaKernels(tested)]
+    for work, kernels in zip((reference, tested), implementations, strict=True):
+        kernels.add_norm(BATCH, work.layout.offsets["model.layers.1.post_attention_layernorm.weight"])
+        kernels.attend(BATCH, POSITIONS, layer=1)
+        kernels.swiglu(BATCH)
+    check_same(reference, tested)
 
 
 def test_numba_attention_stays_finite_for_extreme_scores() -> None:
-    work = workspace(4, 2, 8)
+    _, work = workspaces(config(4, 2, 8))
     work.kv *= 1e3
     work.gate_up *= 1e3
     batch = ForwardBatch(np.arange(NUM_ROWS), np.zeros(NUM_ROWS, np.int64))

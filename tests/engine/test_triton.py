@@ -6,74 +6,29 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tests.engine import tiny
+from tests.engine.test_kernels import BATCH, NUM_ROWS, POSITIONS, TOLERANCES, check_same, config
+from tests.engine.test_kernels import workspaces as workspaces_on
 
 from dora.engine import cuda_graphs
 from dora.engine.kernels.eager import EagerKernels
-from dora.engine.kernels.workspace import ForwardBatch, Workspace
-from dora.model.config import ModelConfig
 
 triton_kernels = pytest.importorskip("dora.engine.kernels.triton_kernels")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BUFFERS = ("x", "delta", "hidden", "qkv", "attended", "gate_up", "gated", "kv", "weights")
-TOLERANCES = {"float32": 1e-5, "bfloat16": 3e-2}
-MAX_CONTEXT, NUM_BLOCKS, NUM_ROWS = 80, 48, 7
-BATCH = ForwardBatch(np.array([6, 0, 3, 1, 5, 2, 7]), np.array([0, 0, 2, 2, 2, 1, 1]))
-POSITIONS = np.array([0, 1, 15, 16, 30, 63, 79])  # on both sides of block and tile boundaries
 SHAPES = {  # query heads, kv heads, dimensions of a head
     "one query head per kv head": (2, 2, 16),
     "two": (4, 2, 8),
     "four": (4, 1, 32),
     "seven": (7, 1, 10),
 }
-
-
-def config(heads: int, kv_heads: int, dim: int, family: str = "qwen3") -> ModelConfig:
-    return ModelConfig(
-        vocab_size=16,
-        hidden_size=20,
-        intermediate_size=13,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=dim,
-        max_position_embeddings=512,
-        model_type=family,
-    )
-
-
-def workspaces(shape: ModelConfig, dtype: str, max_context: int = MAX_CONTEXT) -> tuple[Workspace, Workspace]:
-    """Two with the same noise in all buffers: the reference, fp32 on the CPU, and the tested one."""
-    num_blocks = NUM_BLOCKS * max_context // MAX_CONTEXT
-    reference = Workspace(shape, 8, max_context, 3, num_blocks)
-    tested = Workspace(shape, 8, max_context, 3, num_blocks, device=DEVICE, dtype=dtype)
-    noise = torch.Generator().manual_seed(0)
-    for name in BUFFERS:
-        buffer = getattr(reference, name).normal_(generator=noise)
-        getattr(tested, name).copy_(buffer)
-        buffer.copy_(getattr(tested, name))  # the rounded values
-    tables = torch.randperm(num_blocks, generator=noise)[: tested.block_tables.numel()].view(
-        tested.block_tables.shape
-    )
-    reference.block_tables.copy_(tables)
-    tested.block_tables.copy_(tables)
-    for name, values in (("positions", POSITIONS), ("rows", BATCH.rows), ("slots", BATCH.slots)):
-        getattr(tested, name)[:NUM_ROWS] = torch.from_numpy(values)
-    return reference, tested
-
-
-def check_same(reference: Workspace, tested: Workspace, dtype: str) -> None:
-    """Compare all buffers for the rows of the batch, also those that no kernel writes."""
-    for name in BUFFERS:
-        rows = slice(None) if name in ("kv", "weights") else slice(NUM_ROWS)
-        found, expected = getattr(tested, name)[rows].cpu().float(), getattr(reference, name)[rows]
-        torch.testing.assert_close(found, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+workspaces = partial(workspaces_on, device=DEVICE)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

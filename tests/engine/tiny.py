@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -79,12 +80,39 @@ def output_tokens(completions: dict[RequestId, Completion]) -> dict[RequestId, l
     return {request_id: completion.token_ids.tolist() for request_id, completion in completions.items()}
 
 
+def is_close(completion: Completion, expected: Completion, has_observations: bool = False) -> bool:
+    """Equal except for the last bits of log-probs, which depend on the rows that share a matrix product."""
+    return (
+        completion.token_ids.tolist() == expected.token_ids.tolist()
+        and completion.logprobs == pytest.approx(expected.logprobs, abs=1e-5, nan_ok=has_observations)
+        and (completion.version, completion.chunks, completion.finish_reason)
+        == (expected.version, expected.chunks, expected.finish_reason)
+    )
+
+
+def all_close(
+    completions: dict[RequestId, Completion],
+    expected: dict[RequestId, Completion],
+    has_observations: bool = False,
+) -> bool:
+    return completions.keys() == expected.keys() and all(
+        is_close(completions[i], expected[i], has_observations) for i in expected
+    )
+
+
 def full_logits(flat: Tensor, token_ids: list[int]) -> Tensor:
     """Logits [length, vocab] of one forward pass of the trainer over a whole sequence."""
     cos, sin = rope_tables(TINY, len(token_ids))
     views, attend = WeightLayout(TINY).views(flat), packed_attention([torch.arange(len(token_ids))[None]])
     hidden = forward(views, TINY, torch.tensor(token_ids), cos, sin, lambda layer: attend)
     return F.linear(hidden, lm_head(views))
+
+
+def forward_logprobs(flat: Tensor, completion: Completion, temperature: float = 1.0) -> Tensor:
+    """Log-probs of the tokens of a completion by one forward pass over the whole sequence."""
+    prompt, tokens = completion.prompt_ids.tolist(), completion.token_ids.tolist()
+    logits = full_logits(flat, [*prompt, *tokens])[len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
 def greedy_output(flat: Tensor, prompt_ids: tuple[int, ...], num_tokens: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -51,8 +50,8 @@ async def run_episode(row: Mapping[str, Any], *actions: str) -> list[Any]:
     return found
 
 
-def test_an_episode_ends_where_the_environment_terminates() -> None:
-    assert asyncio.run(run_episode({}, "1", "1", "1")) == [
+async def test_an_episode_ends_where_the_environment_terminates() -> None:
+    assert await run_episode({}, "1", "1", "1") == [
         "...>",
         Step("..>", 0.5, False),
         Step(".>", 0.5, False),
@@ -60,48 +59,39 @@ def test_an_episode_ends_where_the_environment_terminates() -> None:
     ]
 
 
-def test_an_episode_ends_where_the_environment_truncates() -> None:
-    assert asyncio.run(run_episode({}, "0", "0"))[-1] == Step(".....>", 0.5, True)
+async def test_an_episode_ends_where_the_environment_truncates() -> None:
+    assert (await run_episode({}, "0", "0"))[-1] == Step(".....>", 0.5, True)
 
 
 @pytest.mark.parametrize("action", ["", "right", "2"])
-def test_an_invalid_action_ends_the_episode_without_reward(action: str) -> None:
-    assert asyncio.run(run_episode({}, action))[-1] == Step("", 0.0, True)
+async def test_an_invalid_action_ends_the_episode_without_reward(action: str) -> None:
+    assert (await run_episode({}, action))[-1] == Step("", 0.0, True)
 
 
-def test_the_row_reaches_the_environment() -> None:
-    async def run() -> None:
-        walk = Walk()
-        assert await walk.reset({"length": 1, "seed": 5}, 7) == ".>"
-        assert walk.env.seeds == 5  # type: ignore[attr-defined]
-        await walk.reset({}, 7)
-        assert walk.env.seeds == 7  # type: ignore[attr-defined]
+async def test_the_row_reaches_the_environment() -> None:
+    walk = Walk()
+    assert await walk.reset({"length": 1, "seed": 5}, 7) == ".>"
+    assert walk.env.seeds == 5  # type: ignore[attr-defined]
+    await walk.reset({}, 7)
+    assert walk.env.seeds == 7  # type: ignore[attr-defined]
+    walk.close()
+
+
+async def test_each_environment_has_its_own_thread() -> None:
+    walks = [Walk(), Walk()]
+    for walk in walks:
+        await walk.reset({}, 0)
+        await walk.step("1")
+    threads = {walk.env.thread for walk in walks}  # type: ignore[attr-defined]
+    assert len(threads | {threading.current_thread()}) == 3
+    for walk in walks:
         walk.close()
 
-    asyncio.run(run())
 
-
-def test_each_environment_has_its_own_thread() -> None:
-    async def run() -> None:
-        walks = [Walk(), Walk()]
-        for walk in walks:
-            await walk.reset({}, 0)
-            await walk.step("1")
-        threads = {walk.env.thread for walk in walks}  # type: ignore[attr-defined]
-        assert len(threads | {threading.current_thread()}) == 3
-        for walk in walks:
-            walk.close()
-
-    asyncio.run(run())
-
-
-def test_an_environment_of_the_library_runs() -> None:
-    async def run() -> float:
-        lake = GymnasiumEnvironment(gymnasium.make("FrozenLake-v1", is_slippery=False))
-        assert await lake.reset({}, 0) == "0"
-        steps = [await lake.step(action) for action in "112122"]
-        lake.close()
-        assert [step.done for step in steps] == [False] * 5 + [True]
-        return sum(step.reward for step in steps)
-
-    assert asyncio.run(run()) == 1.0
+async def test_an_environment_of_the_library_runs() -> None:
+    lake = GymnasiumEnvironment(gymnasium.make("FrozenLake-v1", is_slippery=False))
+    assert await lake.reset({}, 0) == "0"
+    steps = [await lake.step(action) for action in "112122"]
+    lake.close()
+    assert [step.done for step in steps] == [False] * 5 + [True]
+    assert sum(step.reward for step in steps) == 1.0

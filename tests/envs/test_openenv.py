@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -51,24 +50,21 @@ class Countdown(OpenEnvEnvironment):
         return {"start": row["start"]}
 
 
-def test_a_session_is_an_episode() -> None:
-    async def run() -> None:
-        client = Client()
-        environment = Countdown(client)
-        assert await environment.reset({"start": 3}, 7) == "3:"
-        assert await environment.step("1") == Step("2:", 0.0, False)
-        assert await environment.step("2") == Step("0:", 0.5, True)
-        assert client.seed == 7
-        assert await environment.reset({"start": 4, "seed": 1}, 7) == "4:"
-        assert await environment.step("one") == Step("", 0.0, True)
-        assert client.seed == 1
-        client.has_connection = False
-        assert await environment.reset({"start": 5}, 7) == "5:"
-        environment.close()
-        await run_ready_tasks()
-        assert client.is_closed
-
-    asyncio.run(run())
+async def test_a_session_is_an_episode() -> None:
+    client = Client()
+    environment = Countdown(client)
+    assert await environment.reset({"start": 3}, 7) == "3:"
+    assert await environment.step("1") == Step("2:", 0.0, False)
+    assert await environment.step("2") == Step("0:", 0.5, True)
+    assert client.seed == 7
+    assert await environment.reset({"start": 4, "seed": 1}, 7) == "4:"
+    assert await environment.step("one") == Step("", 0.0, True)
+    assert client.seed == 1
+    client.has_connection = False
+    assert await environment.reset({"start": 5}, 7) == "5:"
+    environment.close()
+    await run_ready_tasks()
+    assert client.is_closed
 
 
 def test_without_the_library_a_url_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

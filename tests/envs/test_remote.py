@@ -9,7 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -28,18 +28,15 @@ def connect(hosts: list[str], timeout_s: float = 5.0, token: str = TOKEN) -> rem
     return remote.RemoteEnvironment(hosts, token, timeout_s)
 
 
-def with_host(run: Callable[[str], Awaitable[None]], make: Callable[[], Environment] = Countdown) -> None:
-    """Run with an environment host, whose "name:port" is passed."""
-
-    async def serve_and_run() -> None:
-        async with await serve(make, TOKEN, LOCAL, 0) as server:
-            await run(f"{LOCAL}:{server.sockets[0].getsockname()[1]}")
-
-    asyncio.run(serve_and_run())
+@contextlib.asynccontextmanager
+async def hosted(make: Callable[[], Environment] = Countdown) -> AsyncIterator[str]:
+    """An environment host; yields its "name:port"."""
+    async with await serve(make, TOKEN, LOCAL, 0) as server:
+        yield f"{LOCAL}:{server.sockets[0].getsockname()[1]}"
 
 
-def test_an_episode_runs_on_a_host() -> None:
-    async def run(host: str) -> None:
+async def test_an_episode_runs_on_a_host() -> None:
+    async with hosted() as host:
         environment = connect([host])
         assert await environment.reset({"from": 2}, 0) == "2:"
         assert await environment.step("-") == Step("1", 1.0, False)
@@ -47,11 +44,9 @@ def test_an_episode_runs_on_a_host() -> None:
         assert await environment.reset({"from": 1}, 0) == "1:"
         environment.close()
 
-    with_host(run)
 
-
-def test_an_episode_continues_on_another_host() -> None:
-    async def run(host: str) -> None:
+async def test_an_episode_continues_on_another_host() -> None:
+    async with hosted(StoredCountdown) as host:
         environment, other = connect([host]), connect([f"{LOCAL}:1", host])
         assert await environment.reset({"from": 3}, 0) == "3:"
         await environment.step("-")
@@ -65,11 +60,9 @@ def test_an_episode_continues_on_another_host() -> None:
         environment.close()
         other.close()
 
-    with_host(run, StoredCountdown)
 
-
-def test_an_environment_without_snapshots_has_none_on_a_host_either() -> None:
-    async def run(host: str) -> None:
+async def test_an_environment_without_snapshots_has_none_on_a_host_either() -> None:
+    async with hosted() as host:
         environment = connect([host])
         await environment.reset({"from": 3}, 0)
         assert environment.snapshot() is None
@@ -77,25 +70,21 @@ def test_an_environment_without_snapshots_has_none_on_a_host_either() -> None:
             await environment.restore(b"2")
         environment.close()
 
-    with_host(run)
 
-
-def test_a_snapshot_that_is_too_large_fails_the_episode_on_its_host() -> None:
+async def test_a_snapshot_that_is_too_large_fails_the_episode_on_its_host() -> None:
     class Large(StoredCountdown):
         def snapshot(self) -> bytes:
             return bytes(2**20 + 1)
 
-    async def run(host: str) -> None:
+    async with hosted(Large) as host:
         environment = connect([host])
         with pytest.raises(Fault, match="environment snapshot has 1048577 bytes"):
             await environment.reset({"from": 3}, 0)
         environment.close()
 
-    with_host(run, Large)
 
-
-def test_an_error_on_the_host_is_raised_in_the_run() -> None:
-    async def run(host: str) -> None:
+async def test_an_error_on_the_host_is_raised_in_the_run() -> None:
+    async with hosted() as host:
         environment = connect([host])
         await environment.reset({"from": 2}, 0)
         with pytest.raises(Fault, match="environment raised KeyError") as fault:
@@ -103,13 +92,10 @@ def test_an_error_on_the_host_is_raised_in_the_run() -> None:
         assert "nothing there" in str(fault.value.__cause__)
         environment.close()
 
-    with_host(run)
 
-
-def test_each_connection_has_its_own_environment_which_is_closed_with_it() -> None:
+async def test_each_connection_has_its_own_environment_which_is_closed_with_it() -> None:
     made: list[Countdown] = []
-
-    async def run(host: str) -> None:
+    async with hosted(lambda: add_to(made)) as host:
         two = [connect([host]), connect([host])]
         for environment in two:
             await environment.reset({"from": 1}, 0)
@@ -119,11 +105,9 @@ def test_each_connection_has_its_own_environment_which_is_closed_with_it() -> No
         assert [one.is_closed for one in made] == [True, False]
         two[1].close()
 
-    with_host(run, lambda: add_to(made))
 
-
-def test_an_unreachable_host_is_skipped() -> None:
-    async def run(host: str) -> None:
+async def test_an_unreachable_host_is_skipped() -> None:
+    async with hosted() as host:
         skipped: list[str] = []
         hosts = [f"{LOCAL}:1", host]
         environment = remote.RemoteEnvironment(hosts, TOKEN, 5.0, lambda name, _: skipped.append(name))
@@ -131,11 +115,9 @@ def test_an_unreachable_host_is_skipped() -> None:
         assert skipped == hosts[:1]
         environment.close()
 
-    with_host(run)
 
-
-def test_a_host_that_drops_packets_is_skipped_in_time() -> None:
-    async def run(host: str) -> None:
+async def test_a_host_that_drops_packets_is_skipped_in_time() -> None:
+    async with hosted() as host:
         with socket.socket() as full, contextlib.ExitStack() as connections:
             full.bind((LOCAL, 0))
             full.listen(0)
@@ -149,11 +131,9 @@ def test_a_host_that_drops_packets_is_skipped_in_time() -> None:
             with pytest.raises(Fault, match=r"no reply within 0\.4 s"):
                 await connect([f"{LOCAL}:{full.getsockname()[1]}"], timeout_s=0.4).reset({"from": 1}, 0)
 
-    with_host(run)
 
-
-def test_an_environment_that_exits_does_not_end_the_host() -> None:
-    async def run(host: str) -> None:
+async def test_an_environment_that_exits_does_not_end_the_host() -> None:
+    async with hosted() as host:
         environment = connect([host])
         await environment.reset({"from": 2}, 0)
         with pytest.raises(Fault, match="environment raised SystemExit"):
@@ -163,26 +143,21 @@ def test_an_environment_that_exits_does_not_end_the_host() -> None:
         assert await other.reset({"from": 1}, 0) == "1:"
         other.close()
 
-    with_host(run)
 
-
-def test_an_environment_that_cannot_be_created_fails_with_its_error() -> None:
+async def test_an_environment_that_cannot_be_created_fails_with_its_error() -> None:
     def make() -> Environment:
         raise OSError("no display")
 
-    async def run(host: str) -> None:
+    async with hosted(make) as host:
         environment = connect([host])
         with pytest.raises(Fault, match="environment raised OSError"):
             await environment.reset({"from": 1}, 0)
         environment.close()
 
-    with_host(run, make)
 
-
-def test_a_call_is_cancelled_when_the_run_disconnects() -> None:
+async def test_a_call_is_cancelled_when_the_run_disconnects() -> None:
     made: list[Countdown] = []
-
-    async def run(host: str) -> None:
+    async with hosted(lambda: add_to(made)) as host:
         environment = connect([host])
         await environment.reset({"from": 2}, 0)
         calling = asyncio.create_task(environment.step("hang"))
@@ -193,14 +168,11 @@ def test_a_call_is_cancelled_when_the_run_disconnects() -> None:
         assert [one.is_closed for one in made] == [True]
         assert not [task for task in asyncio.all_tasks() if "_serve_calls" in repr(task)]
 
-    with_host(run, lambda: add_to(made))
-
 
 @pytest.mark.parametrize("token", ["", "another-token", TOKEN + " ", "é"])
-def test_a_wrong_auth_token_is_refused_before_an_environment_is_made(token: str) -> None:
+async def test_a_wrong_auth_token_is_refused_before_an_environment_is_made(token: str) -> None:
     made: list[Countdown] = []
-
-    async def run(host: str) -> None:
+    async with hosted(lambda: add_to(made)) as host:
         refused, accepted = connect([host], token=token), connect([host])
         with pytest.raises(Fault, match="the host refuses the auth token"):
             await refused.reset({"from": 1}, 0)
@@ -209,8 +181,6 @@ def test_a_wrong_auth_token_is_refused_before_an_environment_is_made(token: str)
         for environment in (refused, accepted):
             environment.close()
         await run_ready_tasks()
-
-    with_host(run, lambda: add_to(made))
 
 
 def test_the_command_writes_a_token_that_only_its_owner_can_read(tmp_path: Path) -> None:
@@ -237,59 +207,51 @@ def test_the_command_writes_a_token_that_only_its_owner_can_read(tmp_path: Path)
         process.kill()
 
 
-def test_a_connection_without_a_token_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_without_a_token_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "TOKEN_TIMEOUT_S", 0.05)
-
-    async def run(host: str) -> None:
+    async with hosted() as host:
         reader, writer = await asyncio.open_connection(LOCAL, int(host.rpartition(":")[2]))
         assert b"the host refuses the auth token" in await reader.read()
         writer.close()
-
-    with_host(run)
 
 
 CALLS = f"{TOKEN}\n" + '["step"]\n' * 3
 
 
 @pytest.mark.parametrize("line", [CALLS.encode(), CALLS.encode()[:-1], b"x" * 100])
-def test_a_client_that_is_not_a_run_is_disconnected(line: bytes) -> None:
-    async def run(host: str) -> None:
+async def test_a_client_that_is_not_a_run_is_disconnected(line: bytes) -> None:
+    async with hosted() as host:
         reader, writer = await asyncio.open_connection(LOCAL, int(host.rpartition(":")[2]))
         writer.write(line)
         writer.write_eof()
         assert len((await reader.read()).splitlines()) <= 1
         writer.close()
 
-    with_host(run)
 
-
-def test_without_a_reachable_host_all_reasons_are_named() -> None:
+async def test_without_a_reachable_host_all_reasons_are_named() -> None:
     with pytest.raises(Fault, match=rf"no environment host can be reached \({LOCAL}:1: "):
-        asyncio.run(connect([f"{LOCAL}:1"]).reset({"from": 1}, 0))
+        await connect([f"{LOCAL}:1"]).reset({"from": 1}, 0)
 
 
-def test_a_lost_host_fails_the_episode_by_name() -> None:
-    async def run(_: str) -> None:
-        async def disconnect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil()
-            writer.close()
+async def test_a_lost_host_fails_the_episode_by_name() -> None:
+    async def disconnect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil()
+        writer.close()
 
-        async with await asyncio.start_server(disconnect, LOCAL, 0) as server:
-            environment = connect([f"{LOCAL}:{server.sockets[0].getsockname()[1]}"])
-            with pytest.raises(Fault, match="the connection to the environment host is lost"):
-                await environment.reset({"from": 1}, 0)
-            environment.close()
-
-    with_host(run)
+    async with await asyncio.start_server(disconnect, LOCAL, 0) as server:
+        environment = connect([f"{LOCAL}:{server.sockets[0].getsockname()[1]}"])
+        with pytest.raises(Fault, match="the connection to the environment host is lost"):
+            await environment.reset({"from": 1}, 0)
+        environment.close()
 
 
-def test_the_next_episode_runs_on_another_host_after_one_is_lost() -> None:
-    async def run(staying: str) -> None:
-        async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil()
-            writer.write(b'{"value": "from the first"}\n')
-            writer.close()
+async def test_the_next_episode_runs_on_another_host_after_one_is_lost() -> None:
+    async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil()
+        writer.write(b'{"value": "from the first"}\n')
+        writer.close()
 
+    async with hosted() as staying:
         leaving = await asyncio.start_server(answer_once, LOCAL, 0)
         port = leaving.sockets[0].getsockname()[1]
         environment = connect([f"{LOCAL}:{port}", staying])
@@ -297,5 +259,3 @@ def test_the_next_episode_runs_on_another_host_after_one_is_lost() -> None:
         leaving.close()
         assert await environment.reset({"from": 1}, 0) == "1:"
         environment.close()
-
-    with_host(run)

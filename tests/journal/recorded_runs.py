@@ -121,6 +121,30 @@ def edited(run: Path, folder: Path, edit: Edit) -> Path:
     return folder
 
 
+def changed(kind: str, nth: int = 0, **fields: object) -> Edit:
+    """The nth record of a kind has other values."""
+    return _named(f"{kind} with {fields}", lambda records: nth_of(records, kind, nth).update(fields))
+
+
+def removed(kind: str, nth: int = 0) -> Edit:
+    return _named(f"no {kind}", lambda records: records.remove(nth_of(records, kind, nth)))
+
+
+def repeated(kind: str) -> Edit:
+    """The first record of a kind comes twice."""
+
+    def edit(records: list[Record]) -> None:
+        record = nth_of(records, kind)
+        records.insert(records.index(record), dict(record))
+
+    return _named(f"two {kind}", edit)
+
+
+def _named(name: str, edit: Edit) -> Edit:
+    edit.__name__ = name
+    return edit
+
+
 def with_edits(edits: Sequence[tuple[Edit, str, str]]) -> pytest.MarkDecorator:
     """A test for each edit, the guarantee that it breaks, and words of the finding."""
     ids = [f"{edit.__name__}: {words}" for edit, _, words in edits]

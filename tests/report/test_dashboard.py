@@ -246,11 +246,6 @@ def test_an_occupied_port_is_named(run: Path) -> None:
             DashboardServer(watcher, port)
 
 
-def test_a_folder_without_a_run_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is not the folder of a run"):
-        RunWatcher([tmp_path], on_error=lambda error: None)
-
-
 def test_the_command_prints_the_address_and_ends_with_ctrl_c(run: Path) -> None:
     command = [sys.executable, "-m", "dora", "dash", str(run), "--port", "0"]
 

@@ -132,11 +132,6 @@ def test_a_truncated_journal_is_read_from_its_start(finished_run: Path, tmp_path
     assert reader.data() == fresh.data()
 
 
-def test_a_folder_without_a_run_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is not the folder of a run"):
-        run_data(tmp_path)
-
-
 def test_without_c1_a_span_ends_with_each_load_of_a_newer_version() -> None:
     held_out = RequestId(-2, 0, 0)
     records: list[tuple[float, Event | Action]] = [

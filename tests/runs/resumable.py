@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tests.journal.recorded_runs import write_chained
-from tests.runtime.running import CommandResult, Run, dora, journal, metrics, summary
+from tests.runtime.running import CommandResult, Run, dora, journal, metrics, query, summary
 from tests.runtime.tiny import write_task
 
 from dora.errors import InputError
@@ -78,11 +77,9 @@ class ResumableRun:
 
     def samples(self) -> dict[tuple[str, int], tuple[object, ...]]:
         """(group, sibling) -> tokens, reward, version, state and training step."""
-        with sqlite3.connect(self.out / "samples.sqlite") as db:
-            rows = db.execute(
-                "select group_id, sibling, token_ids, reward, version, state, trained_step from samples"
-            )
-            return {(group, sibling): tuple(rest) for group, sibling, *rest in rows}
+        columns = "group_id, sibling, token_ids, reward, version, state, trained_step"
+        rows = query(self.out, f"select {columns} from samples")
+        return {(group, sibling): tuple(rest) for group, sibling, *rest in rows}
 
 
 def refusal(out: Path, *overrides: str) -> str:

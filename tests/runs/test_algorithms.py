@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import sqlite3
 from pathlib import Path
 
 from tests.runs.conftest import StartRun
 from tests.runs.resumable import BATCH_SIZE, STEPS, ResumableRun, check_redone, write_held_task
-from tests.runtime.running import Run, dora, metrics, summary
+from tests.runtime.running import Run, dora, metrics, query, summary
 
 
 def check_finished(run: Run) -> None:
@@ -39,8 +38,7 @@ def test_advantages_of_a_whole_batch_are_computed_once_it_is_complete(start_run:
     check_finished(run)
     assert all(step["actor/num_tokens_early"] == 0 for step in metrics(run.out))
     assert all(step["actor/grad_norm"] > 0 for step in metrics(run.out))
-    with sqlite3.connect(run.out / "samples.sqlite") as db:
-        assert db.execute("select count(*) from samples where advantage is not null").fetchone() == (0,)
+    assert query(run.out, "select count(*) from samples where advantage is not null") == [(0,)]
 
 
 def test_a_run_with_every_part_of_an_objective(start_run: StartRun) -> None:
@@ -74,8 +72,7 @@ def test_a_run_with_online_dpo(start_run: StartRun) -> None:
         engine__max_num_seqs=6,
     )
     check_finished(run)
-    with sqlite3.connect(run.out / "samples.sqlite") as db:
-        assert {row for (row,) in db.execute("select advantage from samples")} == {1.0, 0.0, -1.0}
+    assert {row for (row,) in query(run.out, "select advantage from samples")} == {1.0, 0.0, -1.0}
 
 
 def test_a_critic_resumes_with_its_policy(resumable: ResumableRun, tmp_path: Path) -> None:
@@ -100,8 +97,7 @@ def test_a_critic_resumes_with_its_policy(resumable: ResumableRun, tmp_path: Pat
     steps = metrics(resumable.out)
     assert all(step["critic/grad_norm"] > 0 for step in steps)
     assert sum(step["actor/num_updates"] for step in steps) > len(steps) == STEPS
-    with sqlite3.connect(resumable.out / "samples.sqlite") as db:
-        assert db.execute("select count(*) from samples where advantage is not null").fetchone() == (0,)
+    assert query(resumable.out, "select count(*) from samples where advantage is not null") == [(0,)]
 
 
 def test_a_dry_run_prints_when_gradients_are_computed(task: Path) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 
 import psutil
 from tests.runs.conftest import StartRun
-from tests.runtime.running import wait_until_gone
+from tests.runtime.running import query, wait_until_gone
 from tests.runtime.tiny import write_task
 
 
@@ -24,6 +23,5 @@ def test_responses_are_run_against_the_tests_of_their_row(start_run: StartRun, t
     assert len(fork_servers) == 2  # one per reward worker; no other worker starts processes
     run.succeed()
     assert wait_until_gone(fork_servers) == []
-    with sqlite3.connect(run.out / "samples.sqlite") as db:
-        rewards = {reward for (reward,) in db.execute("select reward from samples")}
+    rewards = {reward for (reward,) in query(run.out, "select reward from samples")}
     assert rewards <= {0.0, 0.5, 1.0}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.journal.recorded_runs import Record, edited, write_chained
-from tests.runtime.running import Run, dora
+from tests.runtime.running import Run, dora, query
 
 from dora.audit import audit, logprob_recheck, reward_recheck
 from dora.errors import InputError
@@ -178,12 +178,11 @@ def column(name: str, dtype: str, edit: Callable[[Any], Any], where: str = ONE) 
     """Edit an array of one sample: `edit` changes it, or returns another one."""
 
     def damage(run: Path) -> None:
-        with sqlite3.connect(run / "samples.sqlite") as db:
-            (blob,) = db.execute(f"select {name} from samples {where}").fetchone()
-            values = np.frombuffer(blob, dtype).copy()
-            changed = edit(values)
-            values = values if changed is None else changed
-            db.execute(f"update samples set {name} = ? {where}", (values.astype(dtype).tobytes(),))
+        ((blob,),) = query(run, f"select {name} from samples {where}")
+        values = np.frombuffer(blob, dtype).copy()
+        changed = edit(values)
+        values = values if changed is None else changed
+        query(run, f"update samples set {name} = ? {where}", values.astype(dtype).tobytes())
 
     return damage
 
@@ -197,11 +196,10 @@ def swapped(*names: str) -> Damage:
     first = ", ".join(f"{name} = (select {name} from samples {OTHER})" for name in names)
 
     def damage(run: Path) -> None:
-        with sqlite3.connect(run / "samples.sqlite") as db:
-            before = db.execute(f"select {', '.join(names)} from samples {ONE}").fetchone()
-            assert before != db.execute(f"select {', '.join(names)} from samples {OTHER}").fetchone()
-            db.execute(f"update samples set {first} {ONE}")
-            db.execute(f"update samples set {', '.join(f'{n} = ?' for n in names)} {OTHER}", before)
+        (before,) = query(run, f"select {', '.join(names)} from samples {ONE}")
+        assert [before] != query(run, f"select {', '.join(names)} from samples {OTHER}")
+        query(run, f"update samples set {first} {ONE}")
+        query(run, f"update samples set {', '.join(f'{n} = ?' for n in names)} {OTHER}", *before)
 
     return damage
 
@@ -214,8 +212,7 @@ def everywhere(old: Callable[[Path], str], new: str) -> Damage:
         journal = (run / JOURNAL).read_text()
         assert found in journal
         (run / JOURNAL).write_text(journal.replace(found, new))
-        with sqlite3.connect(run / "samples.sqlite") as db:
-            db.execute("update samples set weight_digest = replace(weight_digest, ?, ?)", (found, new))
+        query(run, "update samples set weight_digest = replace(weight_digest, ?, ?)", found, new)
 
     return damage
 
@@ -231,18 +228,16 @@ def digest_of_version_2(run: Path) -> str:
 
 def rename_a_group(run: Path) -> None:
     """A trained group is renamed in journal and store alike."""
-    with sqlite3.connect(run / "samples.sqlite") as db:
-        (name,) = db.execute(f"select group_id from samples {ONE}").fetchone()
-        db.execute("update samples set group_id = '9/9' where group_id = ?", (name,))
+    ((name,),) = query(run, f"select group_id from samples {ONE}")
+    query(run, "update samples set group_id = '9/9' where group_id = ?", name)
     epoch, row = name.split("/")
     journal = (run / JOURNAL).read_text()
     (run / JOURNAL).write_text(re.sub(rf"\[{epoch}, {row}(?=[\],])", "[9, 9", journal))
 
 
 def change_rewards_everywhere(run: Path) -> None:
-    with sqlite3.connect(run / "samples.sqlite") as db:
-        (name,) = db.execute(f"select group_id from samples {ONE}").fetchone()
-        db.execute("update samples set reward = 0.5, advantage = 0.0 where group_id = ?", (name,))
+    ((name,),) = query(run, f"select group_id from samples {ONE}")
+    query(run, "update samples set reward = 0.5, advantage = 0.0 where group_id = ?", name)
     group = json.dumps([*map(int, name.split("/"))])
     pattern = re.escape(f'"kind": "group_scored", "group": {group}, "rewards": ') + r"\[[^\]]*\]"
     journal = (run / JOURNAL).read_text()
@@ -252,18 +247,12 @@ def change_rewards_everywhere(run: Path) -> None:
 
 
 def add_an_untrained_row(run: Path) -> None:
-    with sqlite3.connect(run / "samples.sqlite") as db:
-        names = [name for _, name, *_ in db.execute("pragma table_info(samples)")]
-        row = dict(zip(names, db.execute(f"select * from samples {ONE}").fetchone(), strict=True))
-        row |= {
-            "group_id": "7/3",
-            "state": "finished",
-            "trained_step": None,
-            "reward": None,
-            "advantage": None,
-        }
-        marks = ", ".join("?" * len(names))
-        db.execute(f"insert into samples ({', '.join(names)}) values ({marks})", [*row.values()])
+    names = [name for _, name, *_ in query(run, "pragma table_info(samples)")]
+    (values,) = query(run, f"select * from samples {ONE}")
+    row = dict(zip(names, values, strict=True)) | {"group_id": "7/3", "state": "finished"}
+    row |= dict.fromkeys(("trained_step", "reward", "advantage"))
+    marks = ", ".join("?" * len(names))
+    query(run, f"insert into samples ({', '.join(names)}) values ({marks})", *row.values())
 
 
 def copy_a_checkpoint(run: Path) -> None:
@@ -502,9 +491,8 @@ def recomputed(damage: Damage) -> Damage:
 
     def damage_and_recompute(run: Path) -> None:
         damage(run)
-        with sqlite3.connect(run / "samples.sqlite") as db:
-            rows = db.execute(f"select group_id, sibling, {', '.join(PAYLOAD)} from samples")
-            digests = {(group, sibling): payload_digest(values) for group, sibling, *values in rows}
+        rows = query(run, f"select group_id, sibling, {', '.join(PAYLOAD)} from samples")
+        digests = {(group, sibling): payload_digest(values) for group, sibling, *values in rows}
         header, *found = [json.loads(line) for line in (run / JOURNAL).read_text().splitlines()]
         found = [line for line in found if line["kind"] not in ("files", "seal")]
         for line in found:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 
 from tests.runs.conftest import StartRun
-from tests.runtime.running import journal, summary
+from tests.runtime.running import journal, query, summary
 from tests.runtime.tiny import write_task
 
 FAULTY = """
@@ -76,7 +75,6 @@ def test_failed_episodes_fail_their_groups_and_the_others_are_trained(
     assert {line["reason"] for line in journal(run.out) if line["kind"] == "fail"} == REASONS
     assert "first failed episode: environment raised KeyError" in ended.out
     run.audit()
-    with sqlite3.connect(run.out / "samples.sqlite") as samples:
-        rewards = [r for (r,) in samples.execute("select reward from samples where state = 'trained'")]
+    rewards = [r for (r,) in query(run.out, "select reward from samples where state = 'trained'")]
     assert len(rewards) == 8
     assert all(0 < reward <= 2.4 for reward in rewards)

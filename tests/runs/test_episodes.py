@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import sqlite3
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import psutil
 from tests.runs.conftest import StartRun
-from tests.runtime.running import Run, journal, summary
+from tests.runtime.running import Run, journal, query, summary
 from tests.runtime.tiny import write_task
 
 ECHO = """
@@ -59,8 +58,7 @@ def calls(folder: Path) -> Counter[str]:
 
 def token_ids(out: Path) -> dict[tuple[str, int], bytes]:
     """(group, sibling) -> tokens."""
-    with sqlite3.connect(out / "samples.sqlite") as samples:
-        rows = samples.execute("select group_id, sibling, token_ids from samples").fetchall()
+    rows = query(out, "select group_id, sibling, token_ids from samples")
     return {(group, sibling): ids for group, sibling, ids in rows}
 
 
@@ -150,17 +148,15 @@ def unscore(out: Path) -> None:
     """As after a crash between an event and the write of its payload."""
     groups = untrained(out)
     assert groups
-    with sqlite3.connect(out / "samples.sqlite") as samples:
-        for group in groups:
-            reset = "update samples set state = 'finished', advantage = null where group_id = ?"
-            assert samples.execute(reset, (group,)).rowcount == 2
+    reset = "update samples set state = 'finished', advantage = null where group_id = ? returning sibling"
+    for group in groups:
+        assert len(query(out, reset, group)) == 2
 
 
 def check_samples(out: Path) -> None:
     """The loss mask is 0 for the tokens of observations, and only for these."""
     columns = "token_ids, logprobs, loss_mask, reward, advantage"
-    with sqlite3.connect(out / "samples.sqlite") as samples:
-        rows = samples.execute(f"select {columns} from samples where state = 'trained'").fetchall()
+    rows = query(out, f"select {columns} from samples where state = 'trained'")
     assert len(rows) == 32
     for ids, logprob_bytes, mask, reward, advantage in rows:
         token_ids, logprobs = np.frombuffer(ids, "<i4"), np.frombuffer(logprob_bytes, "<f4")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sqlite3
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from examples import synchronous
 from examples.synchronous import Task
 from tests.runs.plain_trainer import PlainTrainer
-from tests.runtime.running import Run
+from tests.runtime.running import Run, query
 from tests.runtime.tiny import write_task
 from torch import Tensor
 
@@ -129,8 +128,7 @@ def start(task: Task, folder: Path, tmp_path: Path) -> Iterator[Start]:
 
 def differences(out: Path, expected: Result) -> list[str]:
     """Names of the responses of a finished run that differ in any bit, and "weights" if they do."""
-    with sqlite3.connect(out / "samples.sqlite") as db:
-        rows = db.execute("select group_id, sibling, token_ids from samples").fetchall()
+    rows = query(out, "select group_id, sibling, token_ids from samples")
     responses = {
         f"{group}/{sibling}": np.frombuffer(ids, dtype="<i4").tolist() for group, sibling, ids in rows
     }

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.runs.conftest import StartRun
-from tests.runtime.running import Run, dora, metrics, summary
+from tests.runtime.running import Run, dora, metrics, query, summary
 
 SLOW: dict[str, Any] = {
     "run__steps": 8,
@@ -21,12 +19,9 @@ SLOW: dict[str, Any] = {
 
 def segments(out: Path) -> list[tuple[list[list[int]], int, int, str]]:
     """(segments, version, number of tokens, digest) of samples that several versions generated."""
-    with closing(sqlite3.connect(out / "samples.sqlite")) as store:
-        rows = store.execute(
-            "select segments, version, length(token_ids) / 4, weight_digest from samples "
-            "where segments is not null"
-        )
-        return [(json.loads(text), version, num, digest) for text, version, num, digest in rows]
+    columns = "segments, version, length(token_ids) / 4, weight_digest"
+    rows = query(out, f"select {columns} from samples where segments is not null")
+    return [(json.loads(text), version, num, digest) for text, version, num, digest in rows]
 
 
 def check_run(run: Run, *, recomputes: bool) -> dict[str, Any]:
@@ -50,19 +45,14 @@ def check_run(run: Run, *, recomputes: bool) -> dict[str, Any]:
 
 def check_that_the_audit_finds_a_wrong_segment(out: Path) -> None:
     """Change the length of one segment."""
-    with closing(sqlite3.connect(out / "samples.sqlite")) as store:
-        text, group, sibling = store.execute(
-            "select segments, group_id, sibling from samples where segments is not null limit 1"
-        ).fetchone()
-        (version, num), *rest = json.loads(text)
-        changed = json.dumps([[version, num + 1], *rest])
-        store.execute(
-            "update samples set segments = ? where group_id = ? and sibling = ?", (changed, group, sibling)
-        )
-        store.commit()
+    columns = "segments, group_id, sibling"
+    ((text, *name),) = query(out, f"select {columns} from samples where segments is not null limit 1")
+    (version, num), *rest = json.loads(text)
+    changed = json.dumps([[version, num + 1], *rest])
+    query(out, "update samples set segments = ? where group_id = ? and sibling = ?", changed, *name)
     audit = dora("audit", out)
     assert audit.code == 1
-    assert f"request {group}/{sibling} is stored with segments" in audit.out
+    assert "request {}/{} is stored with segments".format(*name) in audit.out
 
 
 @pytest.mark.parametrize("policy", ["partial", "inflight"])

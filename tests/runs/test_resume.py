@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from tests.runs.resumable import (
     forge_manifest,
     refusal,
 )
-from tests.runtime.running import dora, journal, metrics, summary
+from tests.runtime.running import dora, journal, metrics, query, summary
 from tests.runtime.tiny import MODEL, PROMPTS
 
 from dora.core.codec import SNAPSHOT_SCHEMA
@@ -172,8 +171,7 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_left_unchanged(
     (resumable.out / "tensorboard").write_text("not a folder")
     assert "tensorboard cannot start" in refusal(resumable.out, 'metrics.report_to=["tensorboard"]')
     assert ([file.read_bytes() for file in files], resumable.samples()) == before
-    with sqlite3.connect(resumable.out / "samples.sqlite") as db:
-        db.execute("delete from samples where trained_step = 0 and sibling = 1")
+    query(resumable.out, "delete from samples where trained_step = 0 and sibling = 1")
     assert "lacks samples of group" in refusal(resumable.out)
 
 

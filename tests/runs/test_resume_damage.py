@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -20,7 +19,7 @@ from tests.runs.resumable import (
     forge_manifest,
     write_held_task,
 )
-from tests.runtime.running import journal, summary
+from tests.runtime.running import journal, query, summary
 
 from dora.errors import InputError
 from dora.runtime.recovery.journal_replay import PreviousRun, read_previous_run
@@ -207,8 +206,7 @@ def test_damaged_results_are_repaired_or_named(resumable: ResumableRun) -> None:
 def test_an_error_while_workers_start_ends_them(killed: ResumableRun) -> None:
     trained = [line for line in journal(killed.out) if line["kind"] == "trained"]
     cut_journal(killed.out, trained[3]["seq"])  # so that there are committed groups
-    with sqlite3.connect(killed.out / "samples.sqlite") as db:
-        db.execute("update samples set logprobs = x'00'")
+    query(killed.out, "update samples set logprobs = x'00'")
     run = killed.resume()
     ended = run.end()
     assert ended.code == 1

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from pathlib import Path
 
 import pytest
 from tests.runs.conftest import StartRun
-from tests.runtime.running import Run, journal, metrics, summary
+from tests.runtime.running import Run, journal, metrics, query, summary
 from tests.runtime.tiny import REWARD, write_task
 
 FAILING = """
@@ -85,9 +84,7 @@ def test_rewards_are_summed_also_after_kills_of_the_reward_workers_and_of_the_ru
     Run(None, run.out).succeed()
     s = summary(run.out)
     assert (s["trained_groups"], s["failed_groups"], s["pending_groups"]) == (12, 0, 0)
-    with sqlite3.connect(run.out / "samples.sqlite") as db:
-        rows = db.execute("select reward, task_rewards from samples").fetchall()
-    for reward, by_task in rows:
+    for reward, by_task in query(run.out, "select reward, task_rewards from samples"):
         rewards = json.loads(by_task)
         assert rewards["length"] > 0
         assert reward == rewards["reward"] - 2.0 * rewards["length"]

@@ -61,7 +61,7 @@ async def run_agent(client: AsyncClient, results: Counter[str], number: int) -> 
             results[f"{error.status}"] += 1
 
 
-def test_a_run_with_agents_survives_the_loss_of_an_agent_and_an_engine(start_run: StartRun) -> None:
+async def test_a_run_with_agents_survives_the_loss_of_an_agent_and_an_engine(start_run: StartRun) -> None:
     run = start_run(
         command="serve",
         run__steps=6,
@@ -71,17 +71,11 @@ def test_a_run_with_agents_survives_the_loss_of_an_agent_and_an_engine(start_run
         reward__max_failed_fraction=1.0,
     )
     results: Counter[str] = Counter()
-
-    async def run_agents() -> None:
-        async with AsyncClient(address(run)) as client:
-            agents = [asyncio.create_task(run_agent(client, results, number)) for number in range(4)]
-            await asyncio.to_thread(
-                run.wait_until, lambda: "request_failed" in kinds(run), "the end of a lease"
-            )
-            run.workers()[0].kill()
-            await asyncio.gather(*agents)
-
-    asyncio.run(run_agents())
+    async with AsyncClient(address(run)) as client:
+        agents = [asyncio.create_task(run_agent(client, results, number)) for number in range(4)]
+        await asyncio.to_thread(run.wait_until, lambda: "request_failed" in kinds(run), "the end of a lease")
+        run.workers()[0].kill()
+        await asyncio.gather(*agents)
     ended = run.succeed()
     assert "Traceback" not in ended.err
     found = summary(run.out)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sqlite3
 from collections import Counter
 from pathlib import Path
 
 from tests.runs.conftest import StartRun
-from tests.runtime.running import dora, metrics, summary
+from tests.runtime.running import dora, metrics, query, summary
 from tests.runtime.tiny import CONFIG, REWARD, write_task
 
 from dora.core.actions import SkipPrompts
@@ -74,9 +72,8 @@ def test_two_datasets_have_their_shares_and_skip_solved_prompts_after_a_crash_an
     resumed = dora("train", "--resume", run.out)
     assert resumed.code == 0, resumed.err
     run.audit("--deep", "4")
-    with contextlib.closing(sqlite3.connect(run.out / "samples.sqlite")) as store:
-        query = "select distinct group_id from samples where trained_step is not null"
-        groups = [tuple(map(int, name.split("/"))) for (name,) in store.execute(query)]
+    names = query(run.out, "select distinct group_id from samples where trained_step is not null")
+    groups = [tuple(map(int, name.split("/"))) for (name,) in names]
     counts = Counter("sevens" if row < 7 else "threes" for _, row in groups)
     assert abs(counts["threes"] - len(groups) / 4) <= 5  # of the groups in flight any may be trained first
     of_row = Counter(row for _, row in groups)

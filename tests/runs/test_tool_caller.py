@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from tests.runs.conftest import StartRun
-from tests.runtime.running import Run, dora, summary
+from tests.runtime.running import Run, dora, query, summary
 
 from dora.audit import audit
 from dora.data.chat import ChatTemplate, PromptEncoder
@@ -35,11 +34,10 @@ def trained(run: Run) -> tuple[bytes, list[tuple[Any, ...]]]:
     run.succeed()
     assert summary(run.out)["steps"] == NUM_STEPS
     assert audit.check(run.out).findings == ()
-    with sqlite3.connect(run.out / "samples.sqlite") as samples:
-        columns = "group_id, sibling, prompt_ids, token_ids, loss_mask, reward, advantage"
-        rows = samples.execute(f"select {columns} from samples where state = 'trained' order by 1, 2")
-        weights = run.out / "checkpoints" / f"step-{NUM_STEPS}" / "model.safetensors"
-        return weights.read_bytes(), rows.fetchall()
+    columns = "group_id, sibling, prompt_ids, token_ids, loss_mask, reward, advantage"
+    rows = query(run.out, f"select {columns} from samples where state = 'trained' order by 1, 2")
+    weights = run.out / "checkpoints" / f"step-{NUM_STEPS}" / "model.safetensors"
+    return weights.read_bytes(), rows
 
 
 def test_both_forms_train_the_same(start_run: StartRun, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sqlite3
 import tempfile
 import time
 from collections.abc import Callable
@@ -158,6 +159,12 @@ def journal(out: Path) -> list[dict[str, Any]]:
     path = out / "journal.jsonl"
     lines = path.read_text().split("\n")[1:-1] if path.is_file() else []
     return [line for line in map(json.loads, lines) if "seq" in line]
+
+
+def query(out: Path, statement: str, *values: object) -> list[Any]:
+    """The rows of a statement on the sample store, which it may also change."""
+    with contextlib.closing(sqlite3.connect(out / "samples.sqlite")) as store, store:
+        return store.execute(statement, values).fetchall()
 
 
 def summary(out: Path) -> dict[str, Any]:

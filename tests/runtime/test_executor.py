@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.runtime.running import query
 
 from dora.config import load
 from dora.config.schema import Config
@@ -139,8 +139,7 @@ def test_rewards_of_episodes_are_durable_before_the_event_of_their_score(
     executor.samples.commit()
     executor.execute(actions.Score(group))
     assert next_event(executor) == events.GroupScored(group, (1.0, 0.0))
-    with sqlite3.connect(tmp_path / "samples.sqlite") as db:
-        rows = db.execute("select state, reward, round(advantage, 3) from samples").fetchall()
+    rows = query(tmp_path, "select state, reward, round(advantage, 3) from samples")
     assert rows == [("scored", 1.0, 0.707), ("scored", 0.0, -0.707)]
 
 

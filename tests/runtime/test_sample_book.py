@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.runtime.running import query
 from tests.runtime.tiny import completion_of
 
 from dora.config import load
@@ -54,8 +54,7 @@ def test_a_late_sample_of_a_failed_group_is_stored_and_not_kept(
     assert book.num_tokens == {}
     assert book.pop_held_out_answers(GROUP) == []  # only answers to held-out prompts are kept
     samples.commit()
-    with sqlite3.connect(tmp_path / "samples.sqlite") as db:
-        assert db.execute("select state from samples").fetchall() == [("failed: refused",)] * 2
+    assert query(tmp_path, "select state from samples") == [("failed: refused",)] * 2
 
 
 def test_a_held_out_prompt_with_a_failed_request_keeps_no_answers(
@@ -139,6 +138,4 @@ def test_routes_are_stored_only_if_the_trainer_replays_them(
     completion = replace(completion, routes=routes)
     assert [*SampleBook(setup, samples).events_from(0, RequestsCompleted([completion], NO_USAGE))]
     samples.commit()
-    with sqlite3.connect(tmp_path / "samples.sqlite") as db:
-        (stored,) = db.execute("select routes from samples").fetchone()
-    assert stored == (routes.tobytes() if replays else None)
+    assert query(tmp_path, "select routes from samples") == [(routes.tobytes() if replays else None,)]

@@ -82,7 +82,7 @@ def test_a_body_of_the_maximum_size_is_read(run: FakeRun) -> None:
     assert send_raw(run, AUTH_HEADER | JSON, [body.ljust(MAX_BODY_BYTES)]) == (422, 1)
 
 
-def test_too_many_concurrent_requests_are_refused_with_429() -> None:
+async def test_too_many_concurrent_requests_are_refused_with_429() -> None:
     release, statuses = asyncio.Event(), list[int]()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,18 +91,15 @@ def test_too_many_concurrent_requests_are_refused_with_429() -> None:
     async def send(message: Message) -> None:
         statuses.append(message["status"]) if "status" in message else None
 
-    async def send_all() -> None:
-        middleware = AuthMiddleware(app, TOKEN, MAX_BODY_BYTES, {}, lambda *response: None)
-        scope = {"type": "http", "method": "GET", "path": "/health", "headers": []}
-        requests = [
-            asyncio.ensure_future(middleware(scope, None, send))  # type: ignore[arg-type]
-            for _ in range(MAX_REQUESTS + 1)
-        ]
-        await requests[-1]
-        release.set()
-        await asyncio.gather(*requests)
-
-    asyncio.run(send_all())
+    middleware = AuthMiddleware(app, TOKEN, MAX_BODY_BYTES, {}, lambda *response: None)
+    scope = {"type": "http", "method": "GET", "path": "/health", "headers": []}
+    requests = [
+        asyncio.ensure_future(middleware(scope, None, send))  # type: ignore[arg-type]
+        for _ in range(MAX_REQUESTS + 1)
+    ]
+    await requests[-1]
+    release.set()
+    await asyncio.gather(*requests)
     assert statuses == [429]
 
 
@@ -134,7 +131,7 @@ def test_a_body_of_another_media_type_is_refused(run: FakeRun) -> None:
     assert error_message(response, 422)
 
 
-def test_unknown_methods_are_counted_together() -> None:
+async def test_unknown_methods_are_counted_together() -> None:
     methods = list[str]()
 
     async def send(message: Message) -> None:
@@ -146,7 +143,7 @@ def test_unknown_methods_are_counted_together() -> None:
     middleware = AuthMiddleware(lambda *_: None, TOKEN, MAX_BODY_BYTES, {}, on_response)  # type: ignore[arg-type]
     for method in ("GET", "M1", "M2"):
         scope: Scope = {"type": "http", "method": method, "path": "/x", "headers": []}
-        asyncio.run(middleware(scope, None, send))  # type: ignore[arg-type]
+        await middleware(scope, None, send)  # type: ignore[arg-type]
     assert methods == ["GET", "other", "other"]
 
 

@@ -62,32 +62,26 @@ def test_a_wrong_token_is_not_retried(served: FakeRun) -> None:
     assert error.value.status == 401
 
 
-def test_an_asynchronous_client_runs_an_episode(served: FakeRun) -> None:
+async def test_an_asynchronous_client_runs_an_episode(served: FakeRun) -> None:
     episode = EpisodeId(RequestId(0, 0, 0), 0)
-
-    async def run_episode() -> float:
-        async with AsyncClient(Address.of_run(served.setup.out)) as run:
-            waiting = asyncio.ensure_future(run.open_session())
-            served.agents.start(episode, version=1)
-            served.process()
-            session = (await waiting)["session"]
-            completing = asyncio.ensure_future(
-                run.complete(session, [{"role": "user", "content": "1"}], max_tokens=4)
-            )
-            while served.messages.empty():
-                await asyncio.wait([completing], timeout=0.001)
-            served.agents.on_turn(PolicyTurn(episode, 0, [7], "stop", 9))
-            served.process()
-            answer = (await completing)["choices"][0]["message"]["content"]
-            assert (await run.get_session(session))["num_turns"] == 1
-            await run.post_reward(session, float(answer))
-            async for status in run.progress(interval_s=0.0):
-                assert status["num_steps"] == 4
-                served.orchestrator.snapshot().num_trained += served.setup.limits.batch_size
-            assert status["num_steps_trained"] == 4
-            return float(answer)
-
-    assert asyncio.run(run_episode()) == 7.0
+    async with AsyncClient(Address.of_run(served.setup.out)) as run:
+        waiting = asyncio.ensure_future(run.open_session())
+        served.agents.start(episode, version=1)
+        served.process()
+        session = (await waiting)["session"]
+        user = {"role": "user", "content": "1"}
+        completing = asyncio.ensure_future(run.complete(session, [user], max_tokens=4))
+        while served.messages.empty():
+            await asyncio.wait([completing], timeout=0.001)
+        served.agents.on_turn(PolicyTurn(episode, 0, [7], "stop", 9))
+        served.process()
+        answer = (await completing)["choices"][0]["message"]["content"]
+        assert (await run.get_session(session))["num_turns"] == 1
+        await run.post_reward(session, float(answer))
+        async for status in run.progress(interval_s=0.0):
+            assert status["num_steps"] == 4
+            served.orchestrator.snapshot().num_trained += served.setup.limits.batch_size
+        assert (status["num_steps_trained"], float(answer)) == (4, 7.0)
     assert served.replies()[-1] == EpisodeEnded(episode, 0, 7.0)
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import shutil
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +113,9 @@ class ExternalRun(FakeRun):
 
 
 @pytest.fixture
-def run() -> Iterator[ExternalRun]:
-    """In a folder with a short name, because the path of a Unix socket has at most 107 characters."""
-    folder = Path(tempfile.mkdtemp(prefix="dora-"))
-    run = ExternalRun(folder)
-    yield run
-    run.close()
-    shutil.rmtree(folder)
+def run(folder: Path) -> Iterator[ExternalRun]:
+    with closing(ExternalRun(folder)) as run:
+        yield run
 
 
 def json_lines(response: httpx.Response) -> list[dict[str, Any]]:

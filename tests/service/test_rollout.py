@@ -217,7 +217,7 @@ def test_the_creation_of_a_container_counts_for_the_timeout(
     assert ends == {"longer than 3 s": 1}
 
 
-def test_a_container_whose_creation_times_out_is_named_so(
+async def test_a_container_whose_creation_times_out_is_named_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if Docker then creates it."""
@@ -235,32 +235,28 @@ def test_a_container_whose_creation_times_out_is_named_so(
                 await asyncio.to_thread(may_end.write_text, "now\n")
             return await creating
 
-    assert asyncio.run(create(f"echo > {began}; {script}", is_created=True)) == "longer than 0.01 s"
+    assert await create(f"echo > {began}; {script}", is_created=True) == "longer than 0.01 s"
     monkeypatch.setattr(rollout, "REMOVAL_S", 0.01)
-    assert asyncio.run(create(script)) == "longer than 0.01 s"
+    assert await create(script) == "longer than 0.01 s"
 
 
-def test_a_container_is_removed_only_after_docker_has_created_it(tmp_path: Path) -> None:
+async def test_a_container_is_removed_only_after_docker_has_created_it(tmp_path: Path) -> None:
     """Else it could be created after its removal, and stay."""
     began, may_end, container = (tmp_path / name for name in ("began", "may_end", "container"))
-    for pipe in (began, may_end):
-        os.mkfifo(pipe)
+    os.mkfifo(began)
+    os.mkfifo(may_end)
     script = f"echo > {began}; read line < {may_end}; echo > {container}"
-
-    async def cancel_while_it_is_created() -> None:
-        with (tmp_path / "errors").open("wb") as errors:
-            creating = asyncio.create_task(create_container(["sh", "-c", script], {}, errors, 60.0))
-            await asyncio.to_thread(began.read_text)
-            creating.cancel()
-            await asyncio.wait({creating}, timeout=0.05)
-            assert not creating.done()
-            with may_end.open("r+b", buffering=0) as pipe:  # "r+": does not wait for its reader
-                pipe.write(b"now\n")
-                with pytest.raises(asyncio.CancelledError):
-                    await creating
-            assert container.exists()
-
-    asyncio.run(cancel_while_it_is_created())
+    with (tmp_path / "errors").open("wb") as errors:
+        creating = asyncio.create_task(create_container(["sh", "-c", script], {}, errors, 60.0))
+        await asyncio.to_thread(began.read_text)
+        creating.cancel()
+        await asyncio.wait({creating}, timeout=0.05)
+        assert not creating.done()
+        with may_end.open("r+b", buffering=0) as pipe:  # "r+": does not wait for its reader
+            pipe.write(b"now\n")
+            with pytest.raises(asyncio.CancelledError):
+                await creating
+        assert container.exists()
 
 
 def test_without_docker_an_image_is_an_error(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,14 +14,6 @@ from dora.stream import transport
 from dora.stream.client import StreamClient
 from dora.stream.server import StreamServer
 from dora.stream.storage import SampleStream
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A short path: the path of a Unix socket has at most 107 bytes."""
-    made = Path(tempfile.mkdtemp(prefix="dora-"))
-    yield made
-    shutil.rmtree(made)
 
 
 @pytest.fixture

@@ -42,11 +42,6 @@ def test_each_request_gets_its_own_answer(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"is not the folder of a run: it has no journal\.jsonl"):
-        send_request(tmp_path, AdminRequest("list"), timeout_s=1)
-
-
 def test_a_run_that_has_ended_is_refused(tmp_path: Path) -> None:
     (tmp_path / "journal.jsonl").touch()
     with pytest.raises(InputError, match="is not a running run: it has ended"):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -102,13 +99,9 @@ class StreamBench:
         self.stream.close()
 
 
-@pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with a short name: the path of a Unix socket has at most 107 bytes."""
+@pytest.fixture(autouse=True)
+def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "FIRST_DELAY_S", 0.01)
-    made = Path(tempfile.mkdtemp(prefix="dora-"))
-    yield made
-    shutil.rmtree(made)
 
 
 def test_a_restarted_storage_gets_all_untrained_samples_and_no_group_is_scored_twice(folder: Path) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +143,6 @@ class RewardBench:
 
 
 @pytest.fixture
-def bench() -> Iterator[RewardBench]:
-    """In a folder with a short name: the path of a socket may have at most 107 characters."""
-    folder = Path(tempfile.mkdtemp(prefix="dora-"))
-    bench = RewardBench(folder)
-    yield bench
-    bench.close()
-    shutil.rmtree(folder)
+def bench(folder: Path) -> Iterator[RewardBench]:
+    with closing(RewardBench(folder)) as bench:
+        yield bench
