@@ -379,7 +379,11 @@ def test_servers_of_two_workers_move_kv(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("version_slots", "num_workers"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("version_slots", "num_workers"),
+    # Under vLLM, NIXL's threads use a core of each worker: four workers need more than two cores.
+    [(1, 1), (2, 1), *([(1, 2)] if Engine is Sglang else [])],
+)
 def test_servers_read_each_others_kv_over_nixl(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version_slots: int, num_workers: int
 ) -> None:
