@@ -118,18 +118,11 @@ def versions(server: str) -> str:
 
 def server_moves(server: str) -> str:
     """How long a request stops that moves between two servers, with its KV and without."""
-    lines, has_connectors = [], server == "vllm"
+    lines = []
     for row in rows(f"migration_{server}"):
         stops = f"{row['stop_ms']:.0f}", f"{row['prefill_stop_ms']:.0f}", f"{row['ratio']:.1f}"
-        connector = [f"`{row['kv_connector']}`"] if has_connectors else []
-        lines.append([*connector, f"{row[f'{server}_tokens']:,}", *stops])
-    heads = (
-        *(["`kv_connector`"] if has_connectors else []),
-        "tokens",
-        "stop with KV (ms)",
-        "stop without KV (ms)",
-        "ratio",
-    )
+        lines.append([f"`{row['kv_connector']}`", f"{row[f'{server}_tokens']:,}", *stops])
+    heads = ("`kv_connector`", "tokens", "stop with KV (ms)", "stop without KV (ms)", "ratio")
     return markdown.table(heads, lines)
 
 

@@ -235,8 +235,7 @@ def measured_stream() -> str:
             Line(
                 "latency of a row of 512 tokens from put to get, TransferQueue 0.1.11 over the stream",
                 f"{ratios['latency_vs_transferqueue']:.1f} times",
-                "producer, storage and consumer are three processes of one machine; the stream also wrote "
-                "each put and commit to SQLite, which it no longer does",
+                "producer, storage and consumer are three processes of one machine",
                 "stream",
             ),
             Line(
