@@ -7,8 +7,8 @@ changes its version. Stop time is measured while both engines decode, from the s
 destination's first one, in decode steps.
 
 With --vllm-python or --sglang-python, requests of 128 to 4,096 tokens migrate between two servers instead:
-with their KV, in files and, if the interpreter has it, over NIXL, and without. Stop time
-is then from the source's halt to the first token from the destination.
+with their KV, in files and, if the interpreter has it, over NIXL, and without. Stop time is then from the
+source's halt to the first token from the destination.
 
     python benchmarks/migration.py [--vllm-python PYTHON | --sglang-python PYTHON] [--quick] [--json FILE]
 """

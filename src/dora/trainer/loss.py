@@ -169,7 +169,7 @@ def online_dpo_loss(tokens: LossInputs, settings: LossSettings) -> tuple[Tensor,
     summed over its tokens. The tokens of each response add up to the pair's loss, so seq-mean-token-sum over
     the responses is the mean over pairs. The second result marks the tokens of pairs in the wrong order
     (margin below 0). The loss has no ratio to the behaviour policy, so it is off-policy by construction
-    (arXiv 2410.18252).
+    (arXiv 2410.18252). Raises ConfigError without log-probs of a reference.
     """
     if tokens.reference_logprobs is None:
         raise ConfigError("policy_loss = online_dpo needs log-probs of a reference policy; pass `reference`")

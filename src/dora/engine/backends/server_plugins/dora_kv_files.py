@@ -208,10 +208,11 @@ def read_blocks(
 
 
 def copy_out(layers: Sequence[Tensor], blocks: Sequence[int], target: Tensor) -> int:
-    """Copy blocks of all layers to `target` [layers, blocks, ...]. Returns their checksum."""
-    index, is_same_device = torch.tensor(blocks, device=layers[0].device), target.device == layers[0].device
+    """Copy blocks of all layers to `target` [layers, blocks, ...] in host memory. Returns their checksum."""
+    device = layers[0].device
+    index = torch.tensor(blocks, device=device)
     for layer, copy in zip(layers, target, strict=True):
-        if is_same_device:
+        if device.type == "cpu":
             torch.index_select(layer, 0, index, out=copy)
         else:
             copy.copy_(layer.index_select(0, index))
@@ -243,7 +244,7 @@ def _checksum(stored: Tensor) -> int:
     """CRC of the sum of each block's bytes as 64-bit words; `stored` is [layers, blocks, ...]."""
     rows = stored.reshape(stored.shape[0] * stored.shape[1], -1)
     words = rows.view(torch.int64) if rows.shape[1] * rows.element_size() % 8 == 0 else rows.view(torch.uint8)
-    return zlib.crc32(words.sum(1, dtype=torch.int64).cpu().numpy().tobytes())
+    return zlib.crc32(words.sum(1, dtype=torch.int64).numpy().tobytes())
 
 
 def _read_header(path: Path) -> KVHeader:
