@@ -27,6 +27,13 @@ def send_and_wait(outbox: WorkerOutbox, inbox: WorkerInbox, spec: object) -> Non
         pass
 
 
+def send_and_compute(outbox: WorkerOutbox, inbox: WorkerInbox, spec: object) -> None:
+    """Send a message, and be too busy to receive any."""
+    outbox.send("a message")
+    while True:
+        pass
+
+
 def start_processes(outbox: WorkerOutbox, inbox: WorkerInbox, spec: object) -> None:
     """Start a program, one with its own session, and a fork; send their process ids, and exit on a reply."""
     programs = [subprocess.Popen(["sleep", "1000"], start_new_session=own) for own in (False, True)]

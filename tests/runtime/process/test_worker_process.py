@@ -10,13 +10,19 @@ import threading
 
 import psutil
 import pytest
-from tests.runtime.process.crashing_worker import exit_during_send, send_and_wait, start_processes
+from tests.runtime.process.crashing_worker import (
+    exit_during_send,
+    send_and_compute,
+    send_and_wait,
+    start_processes,
+)
 from tests.runtime.running import wait_until_gone
 
 from dora.runtime.process import worker_process
 from dora.runtime.process.messages import WorkerExited
 from dora.runtime.process.worker_process import (
     ForkedProcess,
+    Target,
     Worker,
     WorkerMessages,
     cpu_s,
@@ -54,9 +60,10 @@ def test_the_exit_code_of_a_worker_may_come_late(monkeypatch: pytest.MonkeyPatch
     worker.kill()
 
 
-def test_a_worker_whose_channel_is_cut_is_lost_and_exits() -> None:
+@pytest.mark.parametrize("target", [send_and_wait, send_and_compute])
+def test_a_worker_whose_channel_is_cut_is_lost_and_exits(target: Target) -> None:
     messages = WorkerMessages()
-    worker = Worker("a worker", send_and_wait, None, messages)
+    worker = Worker("a worker", target, None, messages)
     assert messages.get(timeout=30) == (worker, "a message")
     assert isinstance(worker._process, ForkedProcess)
     process = psutil.Process(worker.pid)

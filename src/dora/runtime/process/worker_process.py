@@ -13,6 +13,7 @@ import contextlib
 import multiprocessing
 import os
 import queue
+import select
 import signal
 import sys
 import threading
@@ -98,28 +99,54 @@ class WorkerOutbox:
 
 
 class WorkerInbox:
-    """Receives messages of the driver. A thread empties the channel, so the driver's end never fills."""
+    """Receives messages of the driver. The process exits once the driver has closed the channel or exited."""
 
     def __init__(self, channel: Channel) -> None:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._channel = channel
-        threading.Thread(target=self._read, daemon=True).start()
+        self._pipe = channel if isinstance(channel, Connection) else None
+        target: Callable[[Any], None] = self._read_channel if self._pipe is None else _exit_at_end
+        threading.Thread(target=target, args=(channel,), daemon=True).start()
 
     def receive(self, timeout_s: float | None = 0.0) -> Iterator[Any]:
         """See the function `receive`."""
+        if self._pipe is not None and self._queue.empty():
+            self._read_pipe(self._pipe, timeout_s)
+            timeout_s = 0.0
         return receive(self._queue, timeout_s)
 
-    def _read(self) -> None:
+    def _read_pipe(self, pipe: Connection, timeout_s: float | None) -> None:
+        """Without a thread: it costs more to wake one up for a message than to handle the message."""
+        try:
+            while select.select((pipe,), (), (), timeout_s)[0]:
+                for message in pipe.recv():
+                    self._queue.put(message)
+                timeout_s = 0.0
+        except (EOFError, OSError):
+            _exit()
+
+    def _read_channel(self, channel: Channel) -> None:
         try:
             while True:
-                for message in self._channel.recv():
+                for message in channel.recv():
                     self._queue.put(message)
-        except (EOFError, OSError):  # the driver has closed the channel or exited
-            kill_descendants(psutil.Process())
-            os._exit(0)
+        except (EOFError, OSError):
+            _exit()
         except Exception:  # exit: a worker that cannot decode messages must not keep running
             traceback.print_exc()
             os._exit(1)
+
+
+def _exit_at_end(pipe: Connection) -> None:
+    """Exit once the driver has closed the pipe, which the main thread may be too busy to read."""
+    closed = select.poll()
+    closed.register(pipe, 0)
+    closed.poll()
+    _exit()
+
+
+def _exit() -> None:
+    kill_descendants(psutil.Process())
+    os._exit(0)
 
 
 Target = Callable[[WorkerOutbox, WorkerInbox, Any], None]
