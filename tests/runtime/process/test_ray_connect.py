@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +47,23 @@ def test_a_lost_head_is_not_contacted_again_for_a_while(server: socket.socket) -
     with socket.create_server((host, int(port))):
         assert not head.is_reachable
         assert RayHead(head.address).is_reachable
+
+
+def test_a_call_of_ray_ends_once_the_head_is_lost(
+    server: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call waits for a reply that never comes."""
+    monkeypatch.setattr(ray_connect, "HEAD_POLL_S", 0.02)
+    server.listen()
+    head = RayHead(f"127.0.0.1:{server.getsockname()[1]}")
+    assert head.call(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        head.call(lambda: 1 // 0)
+    has_ended = threading.Event()
+    threading.Timer(0.1, server.close).start()
+    with pytest.raises(RunError, match=f"the head of the Ray cluster at {head.address} is lost; check"):
+        head.call(has_ended.wait)
+    has_ended.set()
 
 
 @pytest.mark.parametrize(("needed_s", "timeout_s", "succeeds", "num_notices"), [

@@ -67,7 +67,8 @@ from dora.weights.store import WeightStore
 
 NODE_LABEL = "ray.io/node-id"  # Ray gives each node this label
 EXIT_TIMEOUT_S = 1.0  # for Ray to report that an actor has exited, and why
-SHUTDOWN_TIMEOUT_S = 30.0  # for ray.shutdown(); without a head Ray would abort the process after a minute
+SHUTDOWN_TIMEOUT_S = 30.0  # for ray.shutdown()
+LOST_HEAD_SHUTDOWN_S = 5.0  # the same without a head: a minute after its loss Ray aborts the process
 NODE_POLL_S = 1.0
 
 _ACTOR_CLASS: Any = ray.remote(max_restarts=0, max_task_retries=0)(WorkerActor)
@@ -126,8 +127,12 @@ class RayLauncher:
         driver = self.driver
         if self._spans_nodes and isinstance(spec, EngineSpec):
             driver = replace(driver, broker=self._broker_address())
-        with _run_errors():
+
+        def start() -> RayProcess:
             return RayProcess(self, self._actor_name(name), self._acquire(role), target, spec, driver)
+
+        with _run_errors():
+            return self.head.call(start)
 
     def _actor_name(self, name: str) -> str:
         """The unique name of an actor: Ray may still know the lost one that it replaces."""
@@ -193,13 +198,14 @@ class RayLauncher:
         self._server.close()
         if self._broker is not None:
             self._broker.close()
+        if self.head.is_reachable:
+            with contextlib.suppress(RayError, RunError):
+                for group in self._groups:
+                    self.head.call(partial(remove_placement_group, group))
+            self._versions.clear()
         if not self.head.is_reachable:
-            return run_with_timeout(SHUTDOWN_TIMEOUT_S, ray.shutdown)
-        with contextlib.suppress(RayError):
-            for group in self._groups:
-                remove_placement_group(group)
-        self._versions.clear()
-        if self._owns_ray:
+            run_with_timeout(LOST_HEAD_SHUTDOWN_S, ray.shutdown)
+        elif self._owns_ray:
             run_with_timeout(SHUTDOWN_TIMEOUT_S, ray.shutdown)  # Ray 2.60 sometimes waits forever
 
     def _join(self, num_cpus: float) -> None:
@@ -365,9 +371,10 @@ class RayProcess:
         if self.is_alive and self.pid is not None and not self.node:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
-        if self._launcher.head.is_reachable:
-            with contextlib.suppress(RayError):
-                ray.kill(self._actor)
+        head = self._launcher.head
+        if head.is_reachable:
+            with contextlib.suppress(RayError, RunError):
+                head.call(partial(ray.kill, self._actor))
         self._channel.close()
         self._has_exited.wait(EXIT_TIMEOUT_S)
         self._release()

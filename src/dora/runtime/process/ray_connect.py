@@ -14,13 +14,17 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 from dora.auth_token import new_auth_token, write_private_file
 from dora.errors import RunError
 
 CONNECT_TIMEOUT_S = 3.0  # of a TCP connection to the head
 HEAD_RETRY_S = 30.0  # a head that was unreachable counts as lost for this long
+HEAD_POLL_S = 1.0  # between two checks of the head during a call of Ray
 NOTICE_AFTER_S = 5.0  # a longer wait for resources is reported
+
+T = TypeVar("T")
 
 
 def check_reachable(address: str, resolved: str | None = None) -> None:
@@ -60,6 +64,19 @@ class RayHead:
             return False
         return True
 
+    def call(self, call: Callable[[], T]) -> T:
+        """Make a call of Ray in a daemon thread. Raises RunError once the head is lost."""
+        called = _in_daemon_thread(call)
+        while True:
+            with contextlib.suppress(TimeoutError):
+                called.exception(HEAD_POLL_S)  # does not raise that of the call
+                return called.result()
+            if not self.is_reachable:
+                raise RunError(
+                    f"the head of the Ray cluster at {self.address} is lost; check `ray status`, and resume "
+                    "with dora train --resume on a healthy cluster"
+                )
+
 
 def wait_with_notice(wait: Callable[[float], bool], timeout_s: float, notify: Callable[[], None]) -> bool:
     """Whether `wait(seconds)` succeeded within `timeout_s`; calls `notify` after NOTICE_AFTER_S."""
@@ -73,9 +90,8 @@ def wait_with_notice(wait: Callable[[float], bool], timeout_s: float, notify: Ca
 
 def run_with_timeout(timeout_s: float, call: Callable[[], object]) -> None:
     """Make a call that may hang; after `timeout_s` the call is abandoned in a daemon thread."""
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
+    with contextlib.suppress(TimeoutError):
+        _in_daemon_thread(call).exception(timeout_s)
 
 
 def join_with_timeout(join: Callable[[], object], address: str, timeout_s: float) -> None:
@@ -83,25 +99,28 @@ def join_with_timeout(join: Callable[[], object], address: str, timeout_s: float
 
     Raises RunError after `timeout_s`, and what `join` raises.
     """
-    joined: Future[None] = Future()
-
-    def attempt() -> None:
-        try:
-            join()
-        except BaseException as error:
-            joined.set_exception(error)
-        else:
-            joined.set_result(None)
-
-    threading.Thread(target=attempt, name="ray-join", daemon=True).start()
     try:
-        joined.result(timeout_s)
+        _in_daemon_thread(join).result(timeout_s)
     except TimeoutError as error:
         raise RunError(
             f"ray.address = {address!r} accepts connections, but the run could not join the cluster within "
             f"runtime.start_timeout_s = {timeout_s:g} s; check `ray status`, restart the cluster, or raise "
             "runtime.start_timeout_s"
         ) from error
+
+
+def _in_daemon_thread(call: Callable[[], T]) -> Future[T]:
+    """Make a call that may never return."""
+    called: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            called.set_result(call())
+        except BaseException as error:
+            called.set_exception(error)
+
+    threading.Thread(target=run, name="ray-call", daemon=True).start()
+    return called
 
 
 @contextlib.contextmanager
