@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -77,6 +77,7 @@ def attached_engines(
             pool: Path | None = None,
             silence_s: float = 60.0,
             inflight_update: str | None = None,
+            options: Mapping[str, Any] | None = None,
             **faults: Any,
         ) -> tuple[EngineT, ServerT]:
             own = servers.enter_context(closing(server(**{"version_slots": num_slots} | faults)))
@@ -89,6 +90,7 @@ def attached_engines(
                 pool=pool,
                 silence_s=silence_s,
                 inflight_update=inflight_update,
+                **(options or {}),
             )
             for version in range(num_versions):
                 attached.load(version, version_weights(version))

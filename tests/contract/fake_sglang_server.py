@@ -37,6 +37,7 @@ class FakeSglangServer(FakeServer):
     version: report this version of SGLang.
     plugins: report this of DORA-RL's plugins.
     info: report this of the server.
+    routes: report this of the experts of each token, in the last event of a response.
     adapter_digest: report this digest of an adapter.
     ignored_aborts: ignore this many calls that abort a request.
     """
@@ -150,6 +151,8 @@ class Handler(BaseHTTPRequestHandler):
             num_tokens = event["meta_info"]["completion_tokens"]
             span = {"version": LABEL, "start": 0, "end": num_tokens}
             event["meta_info"].setdefault("weight_versions", [span])
+            if event["meta_info"]["finish_reason"] and "routes" in server.faults:
+                event["meta_info"]["routed_experts"] = server.faults["routes"]
             text = json.dumps(event).replace(f'"{LABEL}"', f'"{label}"')
             self.wfile.write(f"data: {text}\n\n".encode())
             self.wfile.flush()

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import psutil
 import pytest
 from tests.contract.lora import CONFIG as LORA_CONFIG
@@ -33,9 +34,11 @@ from dora.engine.backends import http_engine
 from dora.engine.backends.server_plugins.dora_kv_files import HEADER_BYTES
 from dora.engine.backends.sglang import Sglang, SglangLora
 from dora.engine.backends.vllm import NIXL_LEASE_S, Vllm, VllmLora
+from dora.engine.engine import Engine as OwnEngine
 from dora.engine.interface import Capabilities
 from dora.engine.messages import ExportFailed, ExportFinished, ImportFinished
 from dora.engine.request import Completion, EngineError, Request
+from dora.errors import RunError
 from dora.journal.reader import read_samples
 from dora.model.config import ModelConfig
 from dora.model.pretrained import load_pretrained, save_pretrained
@@ -57,8 +60,7 @@ ONE_VERSION = {  # of a server
 EXAMPLE = ROOT / "examples" / "gcd.toml"
 LONG_CONTEXT = 2048  # of responses that last for the time of a migration
 LONG_CONFIG = replace(CONFIG, max_position_embeddings=LONG_CONTEXT)
-# SGLang needs kernels for experts on a CPU, which no environment of these tests has had.
-OTHER_MODELS = (*(["qwen3_moe"] if Engine is Vllm else []), "gemma3_text", "olmo2", "phi3")
+OTHER_MODELS = ("qwen3_moe", "gemma3_text", "olmo2", "phi3")
 ENGINES: dict[object, Vllm | Sglang] = {}  # each server takes half a minute to start
 
 
@@ -493,17 +495,67 @@ def finish(driver: MigrationDriver, engine: Vllm, request: Request) -> Completio
     return answer
 
 
-def write_model(kind: str, folder: Path) -> tuple[ModelConfig, Tensor]:
+def write_model(kind: str, folder: Path, is_tied: bool = False) -> tuple[ModelConfig, Tensor]:
     """A model that fits into the contract's lengths: heads of 32 are the smallest of vLLM on a CPU."""
     if kind == "qwen3_moe":
         config = replace(
-            CONFIG, model_type=kind, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+            CONFIG,
+            model_type=kind,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            tie_word_embeddings=is_tied,
         )
         save_pretrained(folder, config, initial_weights(config, seed=0, std=0.4))
     else:
         sizes = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 64}
         save_tiny(kind, folder, **sizes, max_position_embeddings=MAX_CONTEXT)
     return load_pretrained(folder)
+
+
+@pytest.mark.skipif(Engine is Vllm, reason="the backend does not ask vLLM for experts")
+def test_responses_have_the_experts_of_their_tokens(tmp_path: Path) -> None:
+    """Of two versions, and of an episode, whose first tokens are in the prefix cache when its second turn
+    begins.
+    """
+    config, weights = write_model("qwen3_moe", tmp_path)
+    sizes: dict[str, Any] = {"max_rows": MAX_ROWS, "max_context": MAX_CONTEXT, "version_slots": 2}
+    server: dict[str, Any] = {"model": str(tmp_path), "dtype": "float32", "python": PYTHON}
+    server |= {"device": "cpu", "pool": tmp_path / "pool"}
+    own = OwnEngine(config, **sizes, kernels="eager", returns_routes=True)
+    answers: list[Completion] = []
+    with closing(Sglang(**sizes, **server, returns_routes=True)) as engine:
+        assert engine.kv_pool is None, "it migrates requests without their KV"
+        for version in range(2):
+            engine.load(version, weights * 0.9**version)
+            own.load(version, weights * 0.9**version)
+        episode = make_request(4, version=1, max_turn_tokens=4)
+        engine.submit([*(make_request(k, version=k % 2) for k in range(4)), episode])
+        while engine.can_step:
+            answers += engine.step()
+            for turn in engine.pop_finished_turns():
+                if turn.num_left > 3:
+                    engine.continue_episode(episode.id, [7, 8, 9])
+                else:
+                    engine.end_episode(episode.id)
+    assert sorted(answer.id.sibling for answer in answers) == [0, 1, 2, 3, 4]
+    for answer in answers:
+        token_ids = (*answer.prompt_ids.tolist(), *answer.token_ids.tolist())
+        own.submit([make_request(0, version=answer.version, max_tokens=1, prompt_ids=token_ids)])
+        (expected,) = own.step()
+        assert answer.routes is not None
+        assert expected.routes is not None
+        assert answer.routes.shape == (len(token_ids) - 1, 2, 2)
+        assert np.array_equal(np.sort(answer.routes), np.sort(expected.routes[: len(token_ids) - 1]))
+
+
+@pytest.mark.skipif(Engine is Vllm, reason="vLLM ties the embeddings of every model")
+def test_a_model_whose_head_sglang_does_not_tie_is_refused(tmp_path: Path) -> None:
+    write_model("qwen3_moe", tmp_path, is_tied=True)
+    options: dict[str, Any] = {"max_rows": 2, "max_context": MAX_CONTEXT, "version_slots": 1}
+    options |= {"model": str(tmp_path), "dtype": "float32", "python": PYTHON, "device": "cpu"}
+    with pytest.raises(RunError, match="does not tie the embeddings of Qwen3MoeForCausalLM"):
+        Engine(**options)
 
 
 @pytest.mark.timeout(300)

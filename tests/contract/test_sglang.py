@@ -6,6 +6,7 @@ test_http_backends.py tests what both backends have in common, as test_vllm.py d
 
 from __future__ import annotations
 
+import base64
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,7 +35,7 @@ from dora.engine.backends.sglang import SPARE_TOKENS, Sglang
 from dora.engine.decode_batch import PartialOutput
 from dora.engine.kv_transfer.handoff import ExportedKV
 from dora.engine.request import EngineError
-from dora.errors import ConfigError
+from dora.errors import ConfigError, RunError
 from dora.model.weights import weight_digest
 from dora.testing import make_request, reference_logprobs, version_weights
 from dora.testing.engine_contract import MAX_CONTEXT
@@ -64,6 +65,50 @@ def test_a_real_servers_answer_is_parsed(make: Make, name: str) -> None:
     assert answer.logprobs == pytest.approx(expected, abs=1e-4), "the weights of version 0 generated it"
     (body,) = (body for path, body in server.calls if path == "/generate")
     assert body["extra_key"] == server.label, "KV of one version never serves another"
+
+
+def routes_of(num_tokens: int) -> str:
+    """The experts of tokens as SGLang sends them: of two layers, two of each token."""
+    return base64.b64encode(np.arange(4 * num_tokens, dtype=np.int32).tobytes()).decode()
+
+
+def make_with_routes(make: Make, **faults: object) -> Sglang:
+    """An engine of a mixture of experts, whose first layer has none."""
+    info = {"enable_return_routed_experts": True}
+    engine, _ = make(1, replays="length", info=info, options={"returns_routes": True}, **faults)
+    engine._config = replace(
+        engine._config, model_type="qwen3_moe", num_experts=400, num_experts_per_tok=2, decoder_sparse_step=2
+    )
+    return engine
+
+
+def test_a_response_has_the_experts_of_its_tokens(make: Make) -> None:
+    """An unfinished output is not continued elsewhere: its tokens would have no experts."""
+    request = make_request(0, max_tokens=40)
+    num_tokens = len(request.prompt_ids) + 40 - 1
+    engine = make_with_routes(make, routes=routes_of(num_tokens + 1))
+    engine.submit([request])
+    (answer,) = run(engine)
+    expected = [[[4 * token + 2, 4 * token + 3]] for token in range(num_tokens)]
+    assert answer.routes is not None
+    assert answer.routes.tolist() == expected
+    assert answer.routes.dtype == np.int16
+    assert engine.partial_outputs() == {}
+
+
+@pytest.mark.parametrize("sent", [{}, {"routes": routes_of(47)}, {"routes": "AAAA"}])
+def test_a_response_without_the_experts_of_all_tokens_is_refused(make: Make, sent: dict[str, str]) -> None:
+    engine = make_with_routes(make, **sent)
+    engine.submit([make_request(0, max_tokens=40)])
+    why = "sent an unknown event" if sent.get("routes") == "AAAA" else "of 48 are needed; set trainer.routing"
+    with pytest.raises(RunError, match=why):
+        run(engine)
+
+
+def test_a_server_that_does_not_return_experts_is_refused(make: Make) -> None:
+    why = "must be started with --enable-return-routed-experts for trainer.routing_replay"
+    with pytest.raises(EngineError, match=why):
+        make(info={"enable_return_routed_experts": False}, options={"returns_routes": True})
 
 
 def test_an_unfinished_output_is_reported_with_its_weights(make: Make) -> None:

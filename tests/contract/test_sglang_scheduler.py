@@ -236,6 +236,7 @@ class Scheduler:
         enable_overlap: bool = False,
         graph: object | None = None,
         is_speculative: bool = False,
+        enable_return_routed_experts: bool = False,
     ) -> None:
         self.enable_overlap, self.page_size = enable_overlap, page_size
         self.spec_algorithm = SimpleNamespace(is_none=lambda: not is_speculative)
@@ -246,7 +247,9 @@ class Scheduler:
         self.tp_size = self.tp_group.world_size
         self.attn_tp_group = SimpleNamespace(world_size=self.tp_size // num_attention_groups)
         self.world_group = SimpleNamespace(world_size=self.tp_size * num_stages)
-        self.server_args = SimpleNamespace(dcp_size=dcp_size, nnodes=nnodes)
+        self.server_args = SimpleNamespace(
+            dcp_size=dcp_size, nnodes=nnodes, enable_return_routed_experts=enable_return_routed_experts
+        )
         self.model_config = SimpleNamespace(dtype=torch.float32)
         runner = SimpleNamespace(
             dora_slots=slots,
@@ -838,11 +841,31 @@ def test_a_server_loads_a_model_for_each_slot(module: Any, monkeypatch: pytest.M
     def load_model(runner: Any) -> None:
         runner.model = "first model"
 
-    names = ("model_config", "load_config", "device", "gpu_id", "memory_saver_adapter")
-    runner = SimpleNamespace(is_draft_worker=False, **dict.fromkeys(names))
+    names = ("load_config", "device", "gpu_id", "memory_saver_adapter")
+    runner = SimpleNamespace(is_draft_worker=False, model_config=model_config(), **dict.fromkeys(names))
     monkeypatch.setenv(module.SLOTS_VARIABLE, "3")
     module.load_slots(load_model)(runner)
     assert [slot.model for slot in runner.dora_slots] == ["first model", "another model", "another model"]
+
+
+def model_config(is_tied: bool = False) -> Any:
+    return SimpleNamespace(hf_text_config=SimpleNamespace(tie_word_embeddings=is_tied))
+
+
+@pytest.mark.parametrize("is_tied_by_sglang", [True, False])
+def test_a_model_whose_head_sglang_does_not_tie_is_refused(module: Any, is_tied_by_sglang: bool) -> None:
+    """Its head would be zero, and each token equally likely."""
+    embedding = torch.nn.Embedding(3, 2)
+    head = embedding if is_tied_by_sglang else torch.nn.Embedding(3, 2)
+    model = SimpleNamespace(lm_head=head, get_input_embeddings=lambda: embedding)
+    runner = SimpleNamespace(is_draft_worker=False, model_config=model_config(is_tied=True), model=model)
+    load = partial(module.load_slots(lambda runner: None), runner)
+    if is_tied_by_sglang:
+        load()
+        assert [slot.model for slot in runner.dora_slots] == [model]
+    else:
+        with pytest.raises(RuntimeError, match="does not tie the embeddings of SimpleNamespace"):
+            load()
 
 
 def export(scheduler: Any, folder: Path, **options: Any) -> Req:
@@ -1073,6 +1096,12 @@ def test_the_internal_state_describes_slots_and_kv(make: Make) -> None:
     assert state["kv_layout"] == ["sglang 0.5.23", "cpu", "1", "2", "1", "torch.float32", "1", "2"]
     (state, _) = [worker.get_internal_state(None).internal_state for worker in of_two_workers(make, "a")]
     assert (state["dora"]["kv_layout"][2], state["dora"]["kv_workers"]) == ("2", 2)
+
+
+def test_a_server_that_returns_experts_moves_no_kv(make: Make) -> None:
+    """SGLang stores the experts of each token beside its KV."""
+    state = make("a", enable_return_routed_experts=True).get_internal_state(None).internal_state["dora"]
+    assert state["kv_layout"] == []
 
 
 @pytest.mark.parametrize(

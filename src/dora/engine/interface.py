@@ -43,7 +43,7 @@ class Capabilities:
     episodes: bool = False  # multi-turn requests; see `SupportsEpisodes`
     tensor_parallel: bool = False  # divides the model among several GPUs; takes the keyword `num_gpus`
     inflight_update: bool = False  # running requests continue with newer versions; takes this keyword
-    routes: bool = False  # completions contain the experts of each token
+    routes: bool = False  # completions contain the experts of each token; takes `returns_routes`
     images: bool = False  # prompts with images, see `dora.model.images`; takes the keyword `images`
     dtypes: tuple[str, ...] = ("float32",)
     devices: tuple[str, ...] = ("cpu",)
@@ -173,7 +173,8 @@ class InferenceFactory(Protocol):
     `orchestrator.update_policy`. It is not given under other policies, where requests keep their version.
     With `kv_transfer` it takes `pool`, a path in memory that other engines on the machine can read, or None.
     If it takes `host`, it gets the machine's address if the run has several, else None.
-    With `images` it takes `images`, the path of the run's `ImageFolder`.
+    With `images` it takes `images`, the path of the run's `ImageFolder`. With `routes` it takes
+    `returns_routes` in runs that need them.
     """
 
     capabilities: Capabilities

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dora.core.types import Chunk, RequestId
@@ -73,13 +74,14 @@ class StreamDelta(NamedTuple):
     """An event of a response: new tokens, their log-probs, and in the last event why the response ended.
 
     `weight_spans` are the labels of the weights that generated the response so far, as in vLLM's
-    `weight_versions`. The last event has them.
+    `weight_versions`. The last event has them, and the `routes` of prompt and response, see `Completion`.
     """
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: str | None = None
     weight_spans: Sequence[Mapping[str, Any]] | None = None
+    routes: NDArray[np.int16] | None = None
 
 
 @dataclass(eq=False)
@@ -102,6 +104,7 @@ class ServerRequest:
     is_halting: bool = False  # the server has been asked to abort it, for a migration
     halting_since_s: float = 0.0
     is_halted: bool = False  # and its response has ended
+    routes: NDArray[np.int16] | None = None  # see `Completion`; once its response has ended
     # With `inflight_update`:
     chunks: list[Chunk] = field(default_factory=list)  # of the tokens before this response
     sent_version: int = 0  # its version as this response began
@@ -176,13 +179,14 @@ class HttpEngine(ABC):
         dtype: str,
         silence_s: float,
         inflight_update: str | None = None,
+        returns_routes: bool = False,
     ) -> None:
         """The engine is lost if the server sends nothing for `silence_s` while it has requests or loads.
 
-        `inflight_update`: see `InferenceFactory`.
+        `inflight_update` and `returns_routes`: see `InferenceFactory`.
         """
         self.server, self._dtype, self._silence_s = server, dtype, silence_s
-        self._inflight_update = inflight_update
+        self._inflight_update, self._returns_routes = inflight_update, returns_routes
         self._chunks: dict[str, Chunk] = {}  # by label: version and digest of all versions so far, no tokens
         self._model, self._config = Path(model), load_config(Path(model))
         self._layout = WeightLayout(self._config)
@@ -458,8 +462,10 @@ class HttpEngine(ABC):
     # ContinuesOutputs
 
     def partial_outputs(self, ids: Collection[RequestId] | None = None) -> dict[RequestId, PartialOutput]:
-        """The tokens whose weights the server has listed. None with in-flight updates."""
-        if self._inflight_update is not None:
+        """The tokens whose weights the server has listed. None with in-flight updates, or if the experts of
+        their tokens are needed, too.
+        """
+        if self._inflight_update is not None or self._returns_routes:
             return {}
         chosen = {id: r for id, r in self._unfinished.items() if ids is None or id in ids}
         return {
@@ -821,6 +827,8 @@ class HttpEngine(ABC):
             running.is_halted = True
             return
         self._withdraw_export(running)
+        if self._returns_routes:
+            running.routes = self._routes_of(running, last)
         reason = "stop" if running.is_stopped else str(reason)
         if request.sampling.max_turn_tokens:
             self._finish_turn(running, reason)
@@ -846,6 +854,17 @@ class HttpEngine(ABC):
         running.num_proven, num_kept = len(running.token_ids), num_generated - running.num_discarded
         sizes = [min(end, num_kept) - start for start, end in pairwise(ends)]
         return [c._replace(num_tokens=size) for c, size in zip(chunks, sizes, strict=True) if c and size > 0]
+
+    def _routes_of(self, running: ServerRequest, last: StreamDelta) -> NDArray[np.int16]:
+        """Without those of tokens after a stop string. Raises RunError if the server has not sent all."""
+        num_computed = len(running.request.prompt_ids) + len(running.token_ids) - 1
+        num_sent = 0 if last.routes is None else len(last.routes)
+        if last.routes is None or num_sent < num_computed:
+            raise RunError(
+                f"request {running.request.id}: {self.server} sent the experts of {num_sent} tokens, and of "
+                f"{num_computed} are needed; set trainer.routing_replay = false"
+            )
+        return last.routes[:num_computed]
 
     def _chunk_of(self, request: Request, label: str) -> Chunk | None:
         """Version and digest of the weights `label`, or None if they may not generate for the request."""
@@ -882,6 +901,7 @@ class HttpEngine(ABC):
             raw_logprobs=np.array(running.raw_logprobs, np.float32),
             chunks=chunks,
             finish_reason=reason,
+            routes=running.routes,
         )
 
     def _wait_for_dropped_versions(self) -> None:

@@ -12,13 +12,18 @@ response which weights generated its tokens.
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dora.engine.backends.http_engine import (
     ABORT_TIMEOUT_S,
@@ -69,6 +74,7 @@ CPU_FLAGS = (
     "--sleep-on-idle",  # else it spins without requests, too
 )
 CPU_ALIGNMENT = 32
+ROUTES_FLAG = "--enable-return-routed-experts"
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1"}
 
 
@@ -76,6 +82,7 @@ class Sglang(HttpEngine):
     """An SGLang server, with DORA-RL's scheduler."""
 
     server_kind = SGLANG
+    capabilities = replace(HttpEngine.capabilities, routes=True)
 
     def __init__(
         self,
@@ -95,13 +102,14 @@ class Sglang(HttpEngine):
         host: str | None = None,
         pool: Path | None = None,
         inflight_update: str | None = None,
+        returns_routes: bool = False,
     ) -> None:
         """Start a server with the interpreter `python` and additional `arguments`, or use the one at `url`.
 
         A started server divides the model among `num_gpus` GPUs, of which `device` is the first. Requests
         migrate with their KV through the folder `pool`, in memory; None: without. A started server reads the
         KV of others from files there or, with kv_connector = "nixl", from their memory; those of other
-        machines reach it at `host`, if that is given.
+        machines reach it at `host`, if that is given. With `returns_routes` they migrate without KV.
 
         The engine is lost if the server sends nothing for `silence_s` while it has requests.
         """
@@ -116,7 +124,8 @@ class Sglang(HttpEngine):
                 "--random-seed",
                 f"{secrets.randbits(31)}",
             )
-            flags = (*own, *sizes, *tokens, *FLAGS, *arguments)
+            routes = (ROUTES_FLAG,) if returns_routes else ()
+            flags = (*own, *sizes, *tokens, *routes, *FLAGS, *arguments)
             environment = {key: value for key, value in ENVIRONMENT.items() if key not in os.environ}
             environment |= {SLOTS_VARIABLE: f"{version_slots}", KV_CONNECTOR_VARIABLE: kv_connector}
             if kv_connector == "nixl":
@@ -136,9 +145,12 @@ class Sglang(HttpEngine):
             dtype=dtype,
             silence_s=silence_s,
             inflight_update=inflight_update,
+            returns_routes=returns_routes,
         )
         info = self.server.call("/server_info")
         SGLANG.check_version(info["version"], str(server))
+        if returns_routes and not info["enable_return_routed_experts"]:
+            raise EngineError(f"{self.server} must be started with {ROUTES_FLAG} for trainer.routing_replay")
         state = info["internal_states"][0].get("dora", {}) | {"dtype": info["dtype"]}
         self._use_plugins(state, version_slots, pool, host if kv_connector == "nixl" else None)
         if url is not None:  # end what another engine has set
@@ -182,6 +194,7 @@ class Sglang(HttpEngine):
             "extra_key": label,  # KV of one version never serves another
             "stream": True,
             "return_logprob": True,
+            "return_routed_experts": self._returns_routes,
             "sampling_params": {
                 "temperature": sampling.temperature,
                 "max_new_tokens": running.max_tokens,
@@ -197,7 +210,16 @@ class Sglang(HttpEngine):
         reason = info["finish_reason"] and info["finish_reason"]["type"]
         if not running.num_generated and event["output_ids"]:
             self._on_prefilled(running, info["prompt_tokens"] - info["cached_tokens"])
-        return StreamDelta(event["output_ids"], logprobs, reason, info.get("weight_versions"))
+        routes, spans = info.get("routed_experts"), info.get("weight_versions")
+        found = None if routes is None else self._parse_routes(routes)
+        return StreamDelta(event["output_ids"], logprobs, reason, spans, found)
+
+    def _parse_routes(self, routes: str) -> NDArray[np.int16]:
+        """[tokens, MoE layers, k], from SGLang's base64 of int32 [tokens, layers, k]."""
+        config = self._config
+        shape = -1, config.num_hidden_layers, config.num_experts_per_tok
+        experts = np.frombuffer(base64.b64decode(routes), np.int32).reshape(shape)
+        return experts[:, config.moe_layers].astype(np.int16)
 
     def _abort_streams(self, streams: Iterable[ServerRequest]) -> None:
         for running in streams:

@@ -65,7 +65,7 @@ def make_engine(spec: EngineSpec) -> InferenceEngine:
 
     assert spec.backend is not None
     factory: Any = _load_engine(spec.backend, "engine.backend")  # untyped, because its options are its own
-    names = _own_arguments(factory, spec.inflight_update is not None, spec.num_gpus)
+    names = _own_arguments(factory, spec.inflight_update is not None, spec.num_gpus, spec.returns_routes)
     own = {name: getattr(spec, name) for name in names} | {"model": str(spec.model)}
     engine: InferenceEngine = factory(**own, **(spec.backend_options or {}))
     if spec.host is not None and isinstance(engine, MigratesBetweenMachines):
@@ -117,8 +117,9 @@ def _check_engine(config: Config, kind: EngineKind, backend: str) -> None:
 
 def _check_arguments(config: Config, kind: EngineKind, factory: InferenceFactory, setting: str) -> None:
     """Raises ConfigError if the class does not take the arguments of `make_engine`."""
-    own = dict.fromkeys(_own_arguments(factory, config.breaks_c1, config.engine.gpus_per_engine))
-    if repeated := kind.options.keys() & {*own, "inflight_update", "pool", "images"}:
+    num_gpus, returns_routes = config.engine.gpus_per_engine, config.trainer.routing_replay
+    own = dict.fromkeys(_own_arguments(factory, config.breaks_c1, num_gpus, returns_routes))
+    if repeated := kind.options.keys() & {*own, "inflight_update", "pool", "images", "returns_routes"}:
         raise ConfigError(f"{setting}: DORA-RL sets {min(repeated)} itself; remove it")
     call, given = signature(factory), {**own, **kind.options}
     for bind, arguments, remedy in (
@@ -132,7 +133,9 @@ def _check_arguments(config: Config, kind: EngineKind, factory: InferenceFactory
             raise ConfigError(f"{setting} {error}; {remedy}") from error
 
 
-def _own_arguments(factory: InferenceFactory, updates_inflight: bool, num_gpus: int) -> list[str]:
+def _own_arguments(
+    factory: InferenceFactory, updates_inflight: bool, num_gpus: int, returns_routes: bool
+) -> list[str]:
     """The fields of `EngineSpec` that a class of engines gets as arguments."""
     taken, has = signature(factory).parameters, factory.capabilities
     optional = {
@@ -141,6 +144,7 @@ def _own_arguments(factory: InferenceFactory, updates_inflight: bool, num_gpus: 
         "host": hasattr(factory, "connect") and "host" in taken,  # requests migrate between machines
         "num_gpus": num_gpus > 1,
         "images": has.images,
+        "returns_routes": returns_routes,
     }
     return [*ENGINE_ARGUMENTS, *(name for name, is_given in optional.items() if is_given)]
 

@@ -93,7 +93,7 @@ def patch_scheduler() -> None:
     scheduler.Scheduler = own.VersionScheduler
     ModelConfig._get_hf_eos_token_id = lambda self: set()  # of generation_config.json, too
     decode_single_tokens()
-    if "--enable-lora" in sys.argv:
+    if "--enable-lora" in sys.argv or "--enable-return-routed-experts" in sys.argv:
         pin_no_memory_without_accelerator()
 
 
@@ -115,13 +115,17 @@ def decode_single_tokens() -> None:
 
 
 def pin_no_memory_without_accelerator() -> None:
-    """SGLang's adapters always pin host memory, which torch refuses on a machine that has a CPU only."""
+    """SGLang's adapters and routes of experts always pin host memory, which torch refuses on a machine that
+    has a CPU only.
+    """
     import torch
+    from sglang.srt.mem_cache.pool_host import common  # type: ignore[import-not-found]
 
     def without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, pin_memory=False, **kwargs: make(*args, **kwargs)
 
     if not torch.accelerator.is_available():
+        common.ALLOC_MEMORY_FUNCS["cpu"] = lambda size, *, dtype, **_: torch.empty(size, dtype=dtype)
         torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
         for name in ("empty", "ones", "tensor", "zeros"):
             setattr(torch, name, without_pinning(getattr(torch, name)))

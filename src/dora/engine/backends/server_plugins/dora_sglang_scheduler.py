@@ -91,6 +91,7 @@ def load_slots(load_model: Callable[[Any], None]) -> Callable[[Any], None]:
         load_model(runner)
         if runner.is_draft_worker:
             return
+        _check_ties(runner)
         runner.dora_slots, num_slots = [Slot(runner.model)], int(os.environ.get(SLOTS_VARIABLE, "1"))
         try:
             while len(runner.dora_slots) < num_slots:
@@ -109,6 +110,19 @@ def load_slots(load_model: Callable[[Any], None]) -> Callable[[Any], None]:
             ) from error
 
     return load_model_of_each_slot
+
+
+def _check_ties(runner: Any) -> None:
+    """Raises RuntimeError for a model with tied embeddings whose head SGLang leaves at zero."""
+    head: Any = getattr(runner.model, "lm_head", None)
+    is_tied = getattr(runner.model_config.hf_text_config, "tie_word_embeddings", False)
+    if not is_tied or not hasattr(head, "weight"):
+        return
+    if head.weight.data_ptr() != runner.model.get_input_embeddings().weight.data_ptr():
+        raise RuntimeError(
+            f"SGLang does not tie the embeddings of {type(runner.model).__name__}: save the model with "
+            "tie_word_embeddings = false and lm_head.weight, or use another engine.backend"
+        )
 
 
 def load_part(manager: Any, request: Any) -> Any:
@@ -564,10 +578,13 @@ class VersionScheduler(Scheduler):  # type: ignore[misc]
         return kv_files.KVOrigin(self.weight_digests.get(label.removesuffix(KEEP), ""), self._layout)
 
     def _kv_layout(self, layers: Sequence[Any]) -> tuple[str, ...]:
-        """See `KVOrigin`. Empty if the layers do not have KV of all tokens in one shape, or if the server is
-        divided in another way than by tensor parallelism.
+        """See `KVOrigin`. Empty if the layers do not have KV of all tokens in one shape, if SGLang stores the
+        experts of each token beside its KV, or if the server is divided in another way than by tensor
+        parallelism.
         """
         cache = self.tree_cache
+        if self.server_args.enable_return_routed_experts:
+            return ()
         if self._num_workers != self.world_group.world_size:
             return ()
         if cache.supports_swa() or cache.supports_mamba() or not cache.supports_prefix_sharing():
