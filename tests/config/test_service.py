@@ -28,7 +28,11 @@ def test_prompts_rewards_and_trainer_may_be_external(file: Path) -> None:
 
 def test_an_additional_reward_may_be_external(file: Path) -> None:
     file.write_text(file.read_text() + RATINGS)
-    assert [task.is_external for task in reward_tasks(read_config(file))] == [False, True]
+    config = read_config(file)
+    assert [task.is_external for task in reward_tasks(config)] == [False, True]
+    written = file.with_name("again.toml")
+    written.write_text(to_toml(config))
+    assert to_toml(read_config(written)) == to_toml(config), "the run can be resumed"
     file.write_text(file.read_text() + "num_workers = 2\n")
     with pytest.raises(ConfigError, match=r"task\.ratings\.num_workers has no effect with class = service"):
         read_config(file)

@@ -36,6 +36,15 @@ def test_sources_take_the_place_of_data_path(mixed: Path) -> None:
     assert [source["path"] for source in again["source"]] == [config.source[0].path, "gcd"]
 
 
+def test_a_run_of_several_sources_can_be_resumed(mixed: Path) -> None:
+    """The configuration of a run has all keys of each source, also those without effect."""
+    mixed.write_text(mixed.read_text() + EVAL_SOURCES)
+    config = read_config(mixed)
+    written = mixed.with_name("again.toml")
+    written.write_text(to_toml(config))
+    assert to_toml(read_config(written)) == to_toml(config)
+
+
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
@@ -45,6 +54,10 @@ def test_sources_take_the_place_of_data_path(mixed: Path) -> None:
         (["source.easy.path=service"], "a run with uploaded prompts has no other source"),
         (["source.easy.path=nowhere.jsonl"], "source.easy.path = 'nowhere.jsonl': "),
         (["data.split=train"], "data.split has no effect with [[source]]"),
+        (
+            ["source.gcd.split=train"],
+            "source.gcd.split has no effect with path = gcd in that table; remove it",
+        ),
     ],
 )
 def test_sources_that_cannot_be_mixed_are_refused(mixed: Path, overrides: list[str], why: str) -> None:

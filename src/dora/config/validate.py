@@ -6,9 +6,9 @@ A broken rule raises ConfigError with the keys, their values, the rule and the r
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 
-from dora.config.schema import BREAKS_C1, FIXED_STALENESS, Config, NamedSource
+from dora.config.schema import BREAKS_C1, FIXED_STALENESS, Config, NamedSource, Section
 from dora.errors import ConfigError
 from dora.trainer import recipe
 
@@ -86,11 +86,16 @@ def _check_sources(config: Config) -> None:
 def _check_table(table: str, source: NamedSource, names: list[str]) -> None:
     if names.count(source.name) > 1:
         raise ConfigError(f"{table}.{source.name} is there twice; give each [[{table}]] a name of its own")
-    given = source.model_fields_set & {"prompt_key", *_OF_FOLDER}
-    if source.path == "gcd" and given:
+    if source.path == "gcd" and (unused := _changed(source, {"prompt_key", *_OF_FOLDER})):
         raise ConfigError(
-            f"{table}.{source.name}.{min(given)} has no effect with path = gcd in that table; remove it"
+            f"{table}.{source.name}.{min(unused)} has no effect with path = gcd in that table; remove it"
         )
+
+
+def _changed(table: Section, keys: Set[str]) -> set[str]:
+    """Those of the keys whose values are no defaults. The configuration of a run has all keys."""
+    fields = type(table).model_fields
+    return {key for key in keys if getattr(table, key) != fields[key].get_default(call_default_factory=True)}
 
 
 def _check_curriculum(config: Config) -> None:
@@ -451,7 +456,7 @@ def _check_external_rewards(config: Config) -> None:
     """A reward task of the service has no settings of local workers."""
     local = {"options", "num_workers", "micro_batch_size", "micro_batch_tokens"}
     for task in config.reward_task:
-        if task.factory == "service" and (unused := local & task.model_fields_set):
+        if task.factory == "service" and (unused := _changed(task, local)):
             raise ConfigError(
                 f"reward_task.{task.name}.{min(unused)} has no effect with class = service: its rewards "
                 "come from an external worker; remove it"
