@@ -46,7 +46,9 @@ def write_held_task(folder: Path, num_scored: int) -> tuple[Path, Path]:
     """
     fifo = folder / "fifo"
     os.mkfifo(fifo)
-    return write_task(folder, reward=HELD_REWARD.format(num_scored=num_scored, fifo=str(fifo))), fifo
+    task = write_task(folder, reward=HELD_REWARD.format(num_scored=num_scored, fifo=str(fifo)))
+    task.write_text(task.read_text().replace("[reward]\n", "[reward]\ntimeout_s = 600\n"))
+    return task, fifo
 
 
 class ResumableRun:

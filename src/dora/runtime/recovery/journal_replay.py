@@ -392,14 +392,15 @@ def _find_unscored(
 ) -> set[GroupId]:
     """Groups that have scores or a later state in the store, and no scores in a journal that lost lines.
 
-    Scores alone may precede their event. A later state cannot, nor can the group's last sample.
+    Scores alone may precede their event, and so may the state of a held-out prompt, which ends with them. A
+    later state cannot, nor can the group's last sample.
     """
     incomplete = {request.group for request in unrecorded}
     return {
         request.group
         for request, state, _ in stored
         if request not in unrecorded and request.group not in recorded and state != "finished"
-        if state != "scored" or request.group in incomplete
+        if not (state == "scored" or request.is_held_out) or request.group in incomplete
     }
 
 
