@@ -22,7 +22,14 @@ import torch
 from torch import Tensor
 
 from dora.trainer.corrections import apply_correction
-from dora.trainer.loss import POLICY_LOSSES, LossInputs, LossSettings, kl_divergence, token_weights
+from dora.trainer.loss import (
+    POLICY_LOSSES,
+    LossInputs,
+    LossSettings,
+    batch_divisor,
+    kl_divergence,
+    unnormalized_token_weights,
+)
 from dora.trainer.recipe import Correction, LossAggMode, PolicyLoss
 from report import Row, parse_options, publish
 
@@ -107,8 +114,9 @@ def dora_loss(case: Case, batch: Batch) -> tuple[Tensor, Tensor]:
     losses = POLICY_LOSSES[case.loss](tokens, case.settings)[0] * corrected.weights
     if case.kl_coef:
         losses = losses + case.kl_coef * kl_divergence(leaf, batch.reference, "k3")
-    weights = torch.tensor(token_weights(LENGTHS, case.mode, MAX_TOKENS), dtype=torch.float64)
-    loss = (losses * weights.repeat_interleave(repeats)).sum()
+    unnormalized = unnormalized_token_weights(LENGTHS, case.mode, MAX_TOKENS)
+    weights = torch.tensor(unnormalized, dtype=torch.float64).repeat_interleave(repeats)
+    loss = (losses * weights).sum() / batch_divisor(LENGTHS, case.mode)
     return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
 

@@ -28,7 +28,6 @@ from dora.trainer.loss import (
     online_dpo_loss,
     reinforce_loss,
     sequence_means,
-    token_weights,
     unnormalized_token_weights,
     value_loss,
 )
@@ -189,24 +188,18 @@ def test_the_gradient_of_the_entropy_flattens_a_peaked_distribution() -> None:
     assert slope[0].tolist() == pytest.approx([-0.221807, 0.221807], abs=1e-6)
 
 
-def test_token_weights_of_every_aggregation_mode() -> None:
-    lengths = [1, 3]
-    assert token_weights(lengths, "token-mean") == [0.25, 0.25]
-    assert token_weights(lengths, "seq-mean-token-sum") == [0.5, 0.5]
-    assert token_weights(lengths, "seq-mean-token-mean") == pytest.approx([1 / 2, 1 / 6])
-    assert token_weights(lengths, "seq-mean-token-sum-norm", scale=10) == [0.05, 0.05]
-
-
-def test_unnormalized_weights_need_their_own_response_alone() -> None:
-    assert unnormalized_token_weights([4], "token-mean") == [1.0]
-    assert unnormalized_token_weights([4], "seq-mean-token-mean") == [0.25]
-    assert unnormalized_token_weights([4], "seq-mean-token-sum-norm", scale=10) == [0.1]
-    assert (batch_divisor([1, 3], "token-mean"), batch_divisor([1, 3], "seq-mean-token-sum")) == (4, 2)
+def test_weights_and_divisor_of_every_aggregation_mode() -> None:
+    lengths = [1, 4]
+    assert unnormalized_token_weights(lengths, "token-mean") == [1.0, 1.0]
+    assert unnormalized_token_weights(lengths, "seq-mean-token-sum") == [1.0, 1.0]
+    assert unnormalized_token_weights(lengths, "seq-mean-token-mean") == [1.0, 0.25]
+    assert unnormalized_token_weights(lengths, "seq-mean-token-sum-norm", scale=10) == [0.1, 0.1]
+    assert (batch_divisor(lengths, "token-mean"), batch_divisor(lengths, "seq-mean-token-sum")) == (5, 2)
 
 
 def test_seq_mean_token_sum_norm_needs_its_divisor() -> None:
     with pytest.raises(ConfigError, match="needs loss_scale_factor"):
-        token_weights([1], "seq-mean-token-sum-norm")
+        unnormalized_token_weights([1], "seq-mean-token-sum-norm")
 
 
 def test_online_dpo_is_the_logistic_loss_of_the_margin_over_the_reference() -> None:
@@ -284,15 +277,16 @@ def test_gradients_of_micro_batches_add_up_to_that_of_the_whole_batch(
 ) -> None:
     batch = RandomBatch([length for pair in pairs for length in pair], seed)
     correction = CORRECTIONS[seed % len(CORRECTIONS)]
-    weights = token_weights(batch.lengths, mode, scale=8)
-    whole = batch.gradient(loss, correction, range(len(batch.lengths)), weights)
     # As in a streamed step: the divisor is known only after the last response.
     unnormalized = unnormalized_token_weights(batch.lengths, mode, scale=8)
+    divisor = batch_divisor(batch.lengths, mode)
+    weights = [weight / divisor for weight in unnormalized]
+    whole = batch.gradient(loss, correction, range(len(batch.lengths)), weights)
     parts = [
         batch.gradient(loss, correction, cut, unnormalized)
         for cut in random_cuts(len(pairs), random.Random(seed))
     ]
-    streamed = torch.stack(parts).sum(0) / batch_divisor(batch.lengths, mode)
+    streamed = torch.stack(parts).sum(0) / divisor
     torch.testing.assert_close(streamed, whole, rtol=1e-12, atol=1e-15)
 
 
@@ -327,6 +321,6 @@ def test_triplet_clip_divides_by_responses_and_the_longest_response_allowed() ->
     advantages = torch.tensor([1.0, -1.0, -1.0, -1.0])
     tokens = LossInputs(logprobs, torch.zeros(4), advantages, [1, 3])
     losses, _ = POLICY_LOSSES["triplet_clip"](tokens, LossSettings(0.2, 0.3, 3.0))
-    weights = torch.tensor(token_weights([1, 3], "seq-mean-token-sum-norm", scale=10))
-    loss = (losses * weights.repeat_interleave(torch.tensor([1, 3]))).sum()
+    weights = torch.tensor(unnormalized_token_weights([1, 3], "seq-mean-token-sum-norm", scale=10))
+    loss = (losses * weights.repeat_interleave(torch.tensor([1, 3]))).sum() / 2
     assert loss.item() == pytest.approx((-1.3 + 3.0 + 0.8 + 1.1) / 20)

@@ -57,24 +57,15 @@ class LossInputs:
 PolicyLossFunction = Callable[[LossInputs, LossSettings], tuple[Tensor, Tensor]]
 
 
-def token_weights(num_tokens: Sequence[int], mode: LossAggMode, scale: int | None = None) -> list[float]:
-    """The weight of every token of each response, by verl's `loss_agg_mode`.
-
-    `num_tokens` are the response lengths of the whole batch. `scale` (tokens) is the constant divisor of
-    seq-mean-token-sum-norm (Dr. GRPO, arXiv 2503.20783; LongCat's T_max, arXiv 2509.18883); the other modes
-    ignore it.
-    """
-    divisor = batch_divisor(num_tokens, mode)
-    return [weight / divisor for weight in unnormalized_token_weights(num_tokens, mode, scale)]
-
-
 def unnormalized_token_weights(
     num_tokens: Sequence[int], mode: LossAggMode, scale: int | None = None
 ) -> list[float]:
-    """`token_weights` times `batch_divisor`: each weight depends on its own response alone.
+    """The weight of every token of each response, by verl's `loss_agg_mode`, times `batch_divisor`.
 
-    A gradient accumulated with these weights while the batch fills equals the gradient of the whole batch
-    after division by the batch's divisor.
+    Each weight depends on its own response alone: a gradient accumulated with these weights while the batch
+    fills equals the gradient of the whole batch after division by the batch's divisor. `num_tokens` are the
+    response lengths. `scale` (tokens) is the constant divisor of seq-mean-token-sum-norm (Dr. GRPO, arXiv
+    2503.20783; LongCat's T_max, arXiv 2509.18883); the other modes ignore it.
     """
     if mode in ("token-mean", "seq-mean-token-sum"):
         return [1.0] * len(num_tokens)

@@ -6,7 +6,6 @@ mathematics is in `advantage`, `loss` and `corrections`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -131,7 +130,7 @@ class Correction:
     staleness_decay: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for values that cannot work or would have no effect."""
+        """Raise ConfigError for a combination that would have no effect, or would lose a weight."""
         if self.proximal == "behavior" and self.token == "tis":
             raise ConfigError(
                 "correction.token = tis with correction.proximal = behavior: the weight proximal / behaviour "
@@ -142,52 +141,25 @@ class Correction:
                 f"correction.proximal = {self.proximal} with correction.token = none: the importance weight "
                 "proximal / behaviour would be lost; choose token = tis or icepop"
             )
-        if self.tis_cap < 1.0:
-            raise ConfigError(
-                f"correction.tis_cap = {self.tis_cap}: a cap below 1 shrinks on-policy tokens; use 2"
-            )
-        for name, low, high in (
-            ("icepop", self.icepop_low, self.icepop_high),
-            ("mis", self.mis_low, self.mis_high),
-        ):
-            if not 0.0 <= low <= 1.0 <= high:
-                raise ConfigError(
-                    f"correction.{name}_low = {low}, correction.{name}_high = {high}: the range must "
-                    "include 1, the ratio of an on-policy token"
-                )
-        if not 0.0 < self.staleness_decay <= 1.0:
-            raise ConfigError(
-                f"correction.staleness_decay = {self.staleness_decay}: must be above 0 and at most 1 (1: off)"
-            )
-
-    @property
-    def bounds_tokens(self) -> bool:
-        """Whether a constant bounds the importance weight of every token."""
-        return self.token == "icepop" or (self.token == "tis" and math.isfinite(self.tis_cap))
 
 
 def unsafe_reason(loss: PolicyLoss, correction: Correction, max_staleness: int) -> str | None:
     """Why stale samples can destabilise a run with this recipe; None if they cannot.
 
     A constant must bound the influence of a stale token: either the clip range of the loss around the
-    behaviour policy, or a bounded importance weight on a ratio that cannot drift itself. Recomputed log-probs
-    equal the current ones if a batch gets a single update, so a clip range around them has no effect. Pair
+    behaviour policy, or a bounded importance weight on a ratio that cannot drift itself. The weights of tis
+    and icepop are bounded, and every proximal policy but the behaviour policy needs one of the two. Pair
     losses use no ratio: online DPO was the most robust to staleness in arXiv 2410.18252.
     """
     traits = LOSS_TRAITS[loss]
-    if max_staleness == 0 or traits.unit == "pair":
+    if max_staleness == 0 or traits.unit == "pair" or traits.is_clipped:
         return None
-    if correction.proximal == "behavior" and not traits.is_clipped and not correction.bounds_tokens:
+    if correction.proximal == "behavior" and correction.token == "none":
         return (
             f"loss {loss} multiplies each token by its unbounded ratio current / behaviour; choose a "
             "clipped loss, correction.token = icepop, or proximal = recomputed with token = tis"
         )
-    if correction.proximal != "behavior" and not correction.bounds_tokens:
-        return (
-            f"correction.tis_cap = {correction.tis_cap} leaves the ratio proximal / behaviour unbounded, "
-            "and clipping around the proximal policy does not limit it; set a finite tis_cap"
-        )
-    if correction.proximal == "interpolated" and not traits.is_clipped:
+    if correction.proximal == "interpolated":
         return (
             f"loss {loss} multiplies each token by its unbounded ratio current / interpolated; choose a "
             "clipped loss or proximal = recomputed"
