@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dora.atomic_file import write_bytes_atomically
 from dora.core.types import Chunk, RequestId
 from dora.engine.decode_batch import NUM_LOGPROBS, PartialOutput
 from dora.engine.messages import OutputPart
@@ -181,9 +182,7 @@ class PartialOutputs:
         """Write a file without the records of finished requests, and append to it from now on."""
         records = [_episode_record(*item) for item in self._episodes.items()]
         data = b"".join([*records, *map(_record, self._parts.values())])
-        draft = self._path.with_name(self._path.name + ".draft")
-        draft.write_bytes(data)
-        os.replace(draft, self._path)
+        write_bytes_atomically(self._path, data)
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         self._num_bytes = self._num_rewritten = len(data)
 

@@ -192,7 +192,7 @@ def run_aux_worker(outbox: WorkerOutbox, inbox: WorkerInbox, spec: AuxWorkerSpec
     """Handle the trainer's requests that concern an aux worker, and compute its column in between."""
     torch.set_num_threads(1)
     outbox.start_heartbeat()
-    worker = _make_worker(spec, _ReportingStream(spec, outbox))
+    worker = _make_worker(spec, _ReportingReader(spec, outbox))
     outbox.send(WorkerReady())
     while True:
         for message in inbox.receive(0.0 if worker.can_compute else None):
@@ -202,20 +202,17 @@ def run_aux_worker(outbox: WorkerOutbox, inbox: WorkerInbox, spec: AuxWorkerSpec
             worker.compute_next()
 
 
-class _ReportingStream:
+class _ReportingReader(GroupReader):
     """The sample stream of an aux worker; reports each filled group to the driver."""
 
     def __init__(self, spec: AuxWorkerSpec, outbox: WorkerOutbox) -> None:
+        super().__init__(spec.trainer.stream, spec.column, spec.trainer.column_timeout_s)
         self._column, self._outbox = spec.column, outbox
-        self._reader = GroupReader(spec.trainer.stream, spec.column, spec.trainer.column_timeout_s)
-
-    def read_group(self, group: GroupId) -> list[StoredSample]:
-        return self._reader.read_group(group)
 
     def fill(self, group: GroupId, rows: Rows) -> None:
         """The group is released after the report, because a restarted worker must find unreported groups."""
         try:
-            self._reader.fill(group, rows)
+            super().fill(group, rows)
         except StorageFullError:
             raise
         except StreamError:
@@ -223,7 +220,7 @@ class _ReportingStream:
         except RunError:
             return  # the storage was lost: the worker is restarted and fills the group again
         self._outbox.send(ColumnFilled(self._column, group))
-        self._reader.commit([group])
+        self.commit([group])
 
 
 def _make_worker(spec: AuxWorkerSpec, groups: GroupStream) -> AuxWorker:
