@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load, save
@@ -28,7 +29,7 @@ from dora.runtime.process.worker_process import preload_workers, receive
 from dora.runtime.scoring.external import ExternalRewards
 from dora.runtime.training.external import ExternalTrainer
 from dora.stream.run_stream import RunStream
-from dora.stream.sample_db import Trajectory
+from dora.stream.sample_db import FinishedSample, Trajectory
 from dora.weights.store import WeightStore
 
 PACKED = (
@@ -46,11 +47,14 @@ class ExternalRun(FakeRun):
         self.setup.out.mkdir()
         store = WeightStore(folder / "store")
         store.folder.mkdir()
-        self.stream = RunStream(store.folder / "stream", self.setup.limits.group_size, tasks={"reward": 60.0})
-        model = Path(self.setup.config.model.path)
-        function = m.RewardSpec("reward", "service", "reward.function", model)
+        self.stream = RunStream(store.folder / "stream", self.setup.limits.group_size)
+        responses = [FinishedSample(k, np.full(k + 1, 2, np.int32), None, False, {}, 0) for k in range(2)]
         self.rewards = ExternalRewards(
-            function, 120.0, "reward.timeout_s", self.stream.folder, DriverClock(), self.messages
+            "reward",
+            120.0,
+            "reward.timeout_s",
+            DriverClock(),
+            lambda group: responses,
         )
         spec = self.setup.trainer_spec(store.folder, self.stream.folder)
         self.trainer = ExternalTrainer(spec, self.setup.limits.batch_size, self.messages)
@@ -76,16 +80,12 @@ class ExternalRun(FakeRun):
                         self._has_begun.set()
             self.process()
 
-    def finish(self, group: GroupId, **changes: Any) -> None:
-        """Put two responses into the stream, the first of one token, the second of two."""
-        for k in range(2):
-            sample = Trajectory(RequestId(*group, k), 0, "ab", [1], [2] * (k + 1), [-0.1] * (k + 1))
-            self.stream.put(sample._replace(**changes))
-
     def commit(self, *groups: GroupId, **changes: Any) -> None:
-        """Finish, score and commit groups of the first step."""
+        """Finish, score and commit groups of the first step; the second response has two tokens."""
         for group in groups:
-            self.finish(group, **changes)
+            for k in range(2):
+                sample = Trajectory(RequestId(*group, k), 0, "ab", [1], [2] * (k + 1), [-0.1] * (k + 1))
+                self.stream.put(sample._replace(**changes))
             self.stream.score(group, [0.0, 1.0], [-1.0, 1.0])
             self.stream.flush()
             self.trainer.send(m.AccumulateGroup(0, group))
@@ -108,7 +108,6 @@ class ExternalRun(FakeRun):
         self._is_over.set()
         self._thread.join()
         self.trainer.kill()
-        self.rewards.close()
         self.stream.close()
 
 
@@ -315,10 +314,7 @@ def test_rewards_are_submitted_for_a_leased_group(run: ExternalRun) -> None:
     async def requests(http: httpx.AsyncClient) -> httpx.Response:
         waiting = asyncio.ensure_future(http.get("/v1/experience/reward", params={"wait_s": 60}))
         await http.get("/v1/prompts")  # until the first request waits
-        run.finish(GROUPS[0])
-        run.stream.flush()
-        run.stream.request_scores(GROUPS[0], b'["1:", {"answer": 1}]')
-        run.rewards.add(GROUPS[0])
+        run.rewards.add(GROUPS[0], b'["1:", {"answer": 1}]')
         return await waiting
 
     assert run.call("GET", "/v1/experience/reward").json()["leased_group"] is None
@@ -326,6 +322,7 @@ def test_rewards_are_submitted_for_a_leased_group(run: ExternalRun) -> None:
     leased = run.call_many(requests).json()["leased_group"]
     assert (leased["group"], leased["prompt"], leased["columns"]) == ("0/3", "1:", {"answer": 1})
     assert leased["token_ids"] == [[2], [2, 2]]
+    assert leased["texts"] == [run.setup.tokenizer.decode(ids) for ids in leased["token_ids"]]
 
     def put(lease: int = leased["lease"], **fields: object) -> httpx.Response:
         return run.call("POST", "/v1/experience/reward", json={"lease": lease, "fields": fields})
@@ -336,6 +333,7 @@ def test_rewards_are_submitted_for_a_leased_group(run: ExternalRun) -> None:
     assert "1 rewards for 2 responses" in error_message(put(reward=[1.0]), 422)
     assert "lease 99 has expired or never existed" in error_message(put(99, reward=[0.0, 1.0]), 410)
     assert [put(reward=[0.0, 1.0]).json() for _ in range(2)] == [{"lease": leased["lease"]}] * 2
+    assert run.rewards.pop_accepted() == [(GROUPS[0], (0.0, 1.0))]
     assert "the external ones are: reward" in error_message(run.call("GET", "/v1/experience/taste"), 404)
 
 

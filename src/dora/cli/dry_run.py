@@ -124,13 +124,13 @@ def _call_rewards(setup: RunSetup) -> str:
     if not len(dataset) or any(task.is_external for task in tasks):
         return "not checked: prompts or rewards come through the service"
     events: list[GroupScored | ScoringFailed] = []
-    supervisor = Supervisor(config, setup.out, WorkerMessages(), lambda message: manager.on_message(message))
+    supervisor = Supervisor(config, setup.out, WorkerMessages())
     supervisor.check_starts()
     with tempfile.TemporaryDirectory(prefix="dora-") as folder:
         leases = {task.name: task.lease_s() for task in tasks}
         stream = RunStream(Path(folder) / "stream", 1, tasks=leases, held_out_size=1)
         manager = RewardManager(
-            tasks, stream, supervisor, lambda event, _: events.append(event), lambda _: None
+            tasks, stream, supervisor, lambda group: [], lambda event, _: events.append(event), lambda _: None
         )
         try:
             question = encode_prompt_row(dataset.prompt(0), dataset.fields(0))

@@ -125,7 +125,9 @@ class ProcessExecutor:
         idle_timeout_s = setup.config.service.idle_timeout_s
         self._idle_timeout = IdleTimeout(idle_timeout_s, self.clock, self.awaited_inputs, self.missing_agents)
         self.is_paused = False  # no event is delivered, so no action follows
-        self.rewards = RewardManager(tasks, self._stream, self._supervisor, self._report_score, notice)
+        self.rewards = RewardManager(
+            tasks, self._stream, self._supervisor, self.samples.finished, self._report_score, notice
+        )
         self.episode_runner = _make_episode_runner(setup, self._supervisor, notice)
         self.episodes = Episodes(
             setup,
@@ -419,9 +421,8 @@ class ProcessExecutor:
     # messages of workers
 
     def _on_own_message(self, message: Any) -> None:
-        """Handle a message of one of the driver's threads, or a reply to an episode."""
-        if not self.rewards.on_message(message):
-            self.episodes.on_message(message)
+        """Handle a reply to an episode."""
+        self.episodes.on_message(message)
 
     def _report_score(
         self, event: events.GroupScored | events.ScoringFailed, task_rewards: TaskRewards
@@ -525,7 +526,7 @@ def _make_stream(
 ) -> RunStream:
     """The sample stream. On Ray its storage is an actor on the driver's node, else a thread of the driver."""
     config, is_multi_node = setup.config, launcher.host is not None
-    leases = {task.name: task.lease_s(is_multi_node) for task in tasks}
+    leases = {task.name: task.lease_s(is_multi_node) for task in tasks if not task.is_external}
     num_answers = setup.evaluation.num_answers if setup.evaluation else 0
     serve: Callable[[StorageSpec], StreamStorage] = ThreadStorage
     if config.runtime.kind == "ray":

@@ -5,31 +5,34 @@ A lease without rewards expires; the group is then leased to another client, and
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable
-from functools import partial
-from typing import Literal, TypeVar
+from dataclasses import dataclass
+from typing import Literal
 
 from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, Field
 
-from dora.errors import RunError, ServiceError
+from dora.errors import ServiceError
 from dora.runtime.scoring.external import ExternalRewards, LeasedGroup
 from dora.service.context import Run, RunContext, while_connected
 from dora.service.models import RequestBody, RewardValue, Wait
 
 router = APIRouter(prefix="/v1", tags=["rewards"])
+Decode = Callable[[list[int]], str]
 
-RETRY_S = 0.1  # until the next request to the stream for a group that is announced as ready
 
-T = TypeVar("T")
+@dataclass(frozen=True)
+class GroupToScore(LeasedGroup):
+    """A leased group with the texts of its responses."""
+
+    texts: list[str]
 
 
 class LeasedGroupResponse(BaseModel):
     """A group to score, null if there is none, and how long a lease lasts."""
 
-    leased_group: LeasedGroup | None
+    leased_group: GroupToScore | None
     lease_s: float
 
 
@@ -49,24 +52,26 @@ class AcceptedRewards(BaseModel):
 @router.get("/experience/{task}")
 async def get_experience(run: Run, request: Request, task: str, wait_s: Wait = 0.0) -> LeasedGroupResponse:
     """Lease a group that a reward task has to score; the task of the section [reward] is called reward."""
-    rewards, deadline_s = await run(partial(_find_task, task)), time.monotonic() + wait_s
-    pause_s = 0.0
-    while (leased := await _call(rewards, rewards.lease)) is None:
-        if (left_s := deadline_s - time.monotonic()) <= 0:
-            break
-        await asyncio.sleep(pause_s)
-        if await while_connected(request, run.wait(lambda _: rewards.has_group() or None, left_s)) is None:
-            break  # no group within `wait_s`, or the client has disconnected: do not lease a group to it
-        pause_s = RETRY_S
-    return LeasedGroupResponse(leased_group=leased, lease_s=rewards.lease_s)
+    lease_s = await run(lambda context: _find_task(task, context).lease_s)
+
+    def lease(context: RunContext) -> tuple[LeasedGroup, Decode] | None:
+        leased = _find_task(task, context).lease()
+        return None if leased is None else (leased, context.setup.tokenizer.decode)
+
+    found = await while_connected(request, run.wait(lease, wait_s))
+    group = None if found is None else await run_in_threadpool(_with_texts, *found)
+    return LeasedGroupResponse(leased_group=group, lease_s=lease_s)
 
 
 @router.post("/experience/{task}")
 async def put_experience(run: Run, task: str, body: LeasedGroupRewards) -> AcceptedRewards:
     """Submit the rewards of a leased group. A repeated request changes nothing."""
-    rewards = await run(partial(_find_task, task))
-    await _call(rewards, partial(rewards.submit, body.lease, body.fields["reward"]))
-    return AcceptedRewards(lease=body.lease)
+
+    def submit(context: RunContext) -> AcceptedRewards:
+        _find_task(task, context).submit(body.lease, body.fields["reward"])
+        return AcceptedRewards(lease=body.lease)
+
+    return await run(submit)
 
 
 def _find_task(task: str, context: RunContext) -> ExternalRewards:
@@ -77,9 +82,5 @@ def _find_task(task: str, context: RunContext) -> ExternalRewards:
     return tasks[task]
 
 
-async def _call(rewards: ExternalRewards, function: Callable[[], T]) -> T:
-    """Call a function in the thread of the reward task."""
-    try:
-        return await asyncio.wrap_future(rewards.thread.submit(function))
-    except (RunError, RuntimeError) as error:  # its stream, or its thread, has ended
-        raise ServiceError(503, "the run is over") from error
+def _with_texts(leased: LeasedGroup, decode: Decode) -> GroupToScore:
+    return GroupToScore(**vars(leased), texts=[*map(decode, leased.token_ids)])

@@ -157,7 +157,7 @@ class StoredSample(NamedTuple):
 
 
 class FinishedSample(NamedTuple):
-    """The fields of a sample that a resumed run reads; `reward` is an episode's own until its group
+    """The fields of a sample that the driver reads again; `reward` is an episode's own until its group
     `is_scored`.
     """
 
@@ -166,6 +166,7 @@ class FinishedSample(NamedTuple):
     reward: float | None
     is_scored: bool
     task_rewards: dict[str, float]  # by task, if there are several
+    version: int
 
 
 class SampleSubscriber(Protocol):
@@ -317,13 +318,13 @@ class SampleStore:
     def finished(self, group: GroupId) -> list[FinishedSample]:
         """The finished siblings of a group, in order."""
         rows = self._db.execute(
-            "select sibling, token_ids, reward, state != 'finished', coalesce(task_rewards, '{}') "
+            "select sibling, token_ids, reward, state != 'finished', coalesce(task_rewards, '{}'), version "
             "from samples where group_id = ? order by sibling",
             (str(group),),
         )
         return [
-            FinishedSample(k, _ids(answer), reward, bool(is_scored), json.loads(parts))
-            for k, answer, reward, is_scored, parts in rows
+            FinishedSample(k, _ids(answer), reward, bool(is_scored), json.loads(parts), version)
+            for k, answer, reward, is_scored, parts, version in rows
         ]
 
     def prompts(self, limit: int) -> list[tuple[GroupId, list[int]]]:

@@ -12,14 +12,13 @@ from tests.runtime.tiny import save_start, write_task
 from dora.config import load
 from dora.core.events import GroupScored, ScoringFailed
 from dora.core.types import GroupId, RequestId
-from dora.errors import RunError, ServiceError, StorageFullError
+from dora.errors import RunError, StorageFullError
 from dora.runtime.process import supervisor
 from dora.runtime.process.messages import RewardSpec
 from dora.runtime.process.storage_process import StorageProcess
 from dora.runtime.process.supervisor import Supervisor
 from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.sample_book import TaskRewards
-from dora.runtime.scoring.external import ExternalRewards
 from dora.runtime.scoring.reward_manager import RewardManager, RewardTask
 from dora.runtime.scoring.reward_worker import REWARD
 from dora.stream.client import StreamClient
@@ -47,10 +46,7 @@ class StreamBench:
         config = load.read_config(write_task(folder), changes)
         self.folder, self.notices = folder, list[str]()
         self.events: list[GroupScored | ScoringFailed] = []
-        messages = WorkerMessages()
-        self.supervisor = Supervisor(
-            config, folder, messages, lambda message: self.manager.on_message(message)
-        )
+        self.supervisor = Supervisor(config, folder, WorkerMessages(), lambda message: None)
         serve = partial(StorageProcess, supervisor=self.supervisor, config=config, notice=self.notices.append)
         spec = RewardSpec(
             REWARD, f"{folder}/blocking.py:reward", "reward.function", save_start(folder / "start")
@@ -62,7 +58,7 @@ class StreamBench:
         self.store = SampleStore(folder / "samples.sqlite")
         self.store.subscribe(self.stream)
         self.manager = RewardManager(
-            [task], self.stream, self.supervisor, self._on_score, self.notices.append
+            [task], self.stream, self.supervisor, self.store.finished, self._on_score, self.notices.append
         )
 
     def _on_score(self, event: GroupScored | ScoringFailed, task_rewards: TaskRewards) -> None:
@@ -171,33 +167,4 @@ def test_a_full_storage_is_reported_lost_once_and_its_replacement_has_room(
     reader = GroupReader(bench.stream.folder)
     assert [s.reward for s in reader.read_group(late)] == [1.0, 0.0]
     reader.close()
-    bench.close()
-
-
-def test_rewards_for_a_lease_of_a_lost_storage_are_rejected_by_its_replacement(folder: Path) -> None:
-    bench = StreamBench(folder)
-    spec = RewardSpec(REWARD, "service", "reward.function", folder / "start")
-    driver = bench.supervisor.clock, bench.supervisor.messages
-    external = ExternalRewards(spec, 60.0, "reward.timeout_s", bench.stream.folder, *driver)
-    for group in (SCORED, SUBMITTED):
-        bench.put(group)
-    bench.manager.close()  # the reward is external
-    bench.stream.request_scores(SCORED, b"[{}, {}]")
-    external.add(SCORED)
-    lost = external.lease()
-    assert lost is not None
-    bench.kill_storage()
-    with pytest.raises(RunError):
-        external.submit(lost.lease, [1.0, 1.0])
-    assert external.has_group()  # no client has it leased now
-    bench.wait_for_restart()
-    external.on_storage_replaced()
-    bench.stream.request_scores(SUBMITTED, b"[{}, {}]")
-    external.add(SUBMITTED)
-    leased = external.thread.submit(external.lease).result()
-    assert leased is not None
-    with pytest.raises(ServiceError, match=f"lease {lost.lease} has expired"):
-        external.submit(lost.lease, [1.0, 1.0])
-    external.submit(leased.lease, [0.0, 0.0])
-    external.close()
     bench.close()

@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.runtime.tiny import CHARACTERS, save_start, write_task
 
@@ -20,7 +21,7 @@ from dora.runtime.sample_book import TaskRewards
 from dora.runtime.scoring.reward_manager import MAX_SILENCE_S, RewardManager, RewardTask
 from dora.runtime.scoring.reward_worker import encode_prompt_row
 from dora.stream.run_stream import RunStream
-from dora.stream.sample_db import Trajectory
+from dora.stream.sample_db import FinishedSample, Trajectory
 
 FUNCTIONS = """
 import os, signal, time
@@ -65,9 +66,8 @@ class RewardBench:
         self.folder, self.model = folder, save_start(folder / "start")
         (folder / "tasks.py").write_text(FUNCTIONS)
         config = load.read_config(write_task(folder))
-        self.supervisor = Supervisor(
-            config, folder / "run", WorkerMessages(), lambda message: self.manager.on_message(message)
-        )
+        self.supervisor = Supervisor(config, folder / "run", WorkerMessages(), lambda message: None)
+        self.responses: dict[GroupId, list[FinishedSample]] = {}
         self.events: list[GroupScored | ScoringFailed] = []
         self.notices: list[str] = []
 
@@ -88,9 +88,16 @@ class RewardBench:
         end.
         """
         self.num_workers = sum(task.num_workers for task in tasks)
-        leases = {task.name: task.lease_s() for task in tasks}
+        leases = {task.name: task.lease_s() for task in tasks if not task.is_external}
         self.stream = RunStream(self.folder / "stream", 2, tasks=leases, held_out_size=3, host=host)
-        self.manager = RewardManager(tasks, self.stream, self.supervisor, self._on_score, self.notices.append)
+        self.manager = RewardManager(
+            tasks,
+            self.stream,
+            self.supervisor,
+            self.responses.__getitem__,
+            self._on_score,
+            self.notices.append,
+        )
 
     def _on_score(self, event: GroupScored | ScoringFailed, task_rewards: TaskRewards) -> None:
         self.events.append(event)
@@ -101,6 +108,8 @@ class RewardBench:
         for sibling in range(2):
             ids = [CHARACTERS.index("7")] * (sibling + 1)
             self.stream.put(Trajectory(RequestId(*group, sibling), version, "", [1], ids, [-1.0] * len(ids)))
+            finished = FinishedSample(sibling, np.array(ids, np.int32), None, False, {}, version)
+            self.responses.setdefault(group, []).append(finished)
         self.stream.flush()
         self.manager.submit(group, encode_prompt_row("7:", columns))
         return group

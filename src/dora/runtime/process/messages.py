@@ -433,15 +433,6 @@ class TaskCompleted:
 
 
 @dataclass(frozen=True)
-class ExternalRewardsAccepted:
-    """From a thread of the service: a client has submitted the rewards of an external task."""
-
-    task: str
-    group: GroupId
-    rewards: tuple[float, ...]  # sibling by sibling
-
-
-@dataclass(frozen=True)
 class Heartbeat:
     """Once a second, from a thread of a worker whose main thread is busy for long stretches."""
 

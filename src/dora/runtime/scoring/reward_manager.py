@@ -23,7 +23,7 @@ from dora.runtime.scoring.external import SERVICE, ExternalRewards
 from dora.runtime.scoring.reward_worker import REPORT_INTERVAL_S, REWARD, run_reward_worker
 from dora.stream.metadata import NO_TIMEOUT, BatchRequest
 from dora.stream.run_stream import RunStream
-from dora.stream.sample_db import TokenIds
+from dora.stream.sample_db import FinishedSample, TokenIds
 
 MAX_SILENCE_S = 2.5 * HEARTBEAT_S  # of a worker whose call takes too long
 MAX_NAMED = 3  # groups of a worker that a status display names
@@ -209,7 +209,7 @@ class RewardTask:
 
     @property
     def is_external(self) -> bool:
-        """Whether its rewards come through the service."""
+        """Whether its rewards come through the service; then it has neither processes nor a consumer."""
         return self.reward.function == SERVICE
 
     def lease_s(self, is_multi_node: bool = False) -> float:
@@ -218,8 +218,6 @@ class RewardTask:
         The driver or the storage notices the end of a worker and releases its leases, so they need not
         expire. On several nodes both could miss it: there a lease lasts as long as a call may take.
         """
-        if self.is_external:
-            return self.timeout_s / 2
         return self.timeout_s if is_multi_node else NO_TIMEOUT
 
 
@@ -269,21 +267,24 @@ class RewardManager:
         tasks: Sequence[RewardTask],
         stream: RunStream,
         supervisor: Supervisor,
+        responses: Callable[[GroupId], Sequence[FinishedSample]],
         report: Callable[[ScoringEvent, TaskRewards], None],
         notice: Callable[[str], None],
     ) -> None:
         """Start the workers of `tasks`, which the stream has as consumers.
 
-        `report` gets each event, and the rewards of a scored group by task if there are several tasks.
+        `responses` gives those of a group. `report` gets each event, and the rewards of a scored group by
+        task if there are several tasks.
         """
         self._report = report
         self._stream, self._weights = stream, {task.name: task.weight for task in tasks}
         self._pending: dict[GroupId, tuple[bytes, Sequence[TokenIds]]] = {}  # arguments of `submit`
         self._completed: dict[GroupId, dict[str, tuple[float, ...]]] = {}  # by task, of pending groups
         self.first_failure = ""  # reason and traceback of the first group that could not be scored
-        driver = supervisor.clock, supervisor.messages
         self.external = {
-            task.name: ExternalRewards(task.reward, task.timeout_s, task.timeout_key, stream.folder, *driver)
+            task.name: ExternalRewards(
+                task.name, task.timeout_s, task.timeout_key, supervisor.clock, responses
+            )
             for task in tasks
             if task.is_external
         }
@@ -294,34 +295,33 @@ class RewardManager:
             for task in tasks
             if not task.is_external
         ]
-        self._scorers: list[RewardWorkers | ExternalRewards] = [*self._workers, *self.external.values()]
 
     def submit(self, group: GroupId, prompt_row: bytes, held_out: Sequence[TokenIds] = ()) -> None:
         """Have all tasks score a group; an event follows. Arguments as of `RunStream.request_scores`."""
         self._pending[group] = prompt_row, held_out
-        self._request(group)
+        for external in self.external.values():
+            external.add(group, prompt_row)
+        if self._workers:
+            self._stream.request_scores(group, prompt_row, held_out)
 
     def on_storage_replaced(self) -> None:
-        """Let all tasks score the unfinished groups again; the new storage already has their rows."""
-        for scorer in self._scorers:
-            scorer.on_storage_replaced()
-        self._completed.clear()
-        for group in self._pending:
-            self._request(group)
-
-    def on_message(self, message: Any) -> bool:
-        """Handle the rewards of an external task; returns False for other messages."""
-        if not isinstance(message, m.ExternalRewardsAccepted):
-            return False
-        self._on_completed(message.task, message.group, message.rewards)
-        return True
+        """Let the workers score the unfinished groups again; the new storage already has their rows."""
+        for workers in self._workers:
+            workers.on_storage_replaced()
+        for group in self._pending if self._workers else ():
+            self._stream.request_scores(group, *self._pending[group])
 
     def check_deadlines(self) -> None:
-        """Fail groups whose scoring takes too long. Raises RunError if the stream has ended."""
+        """Record the rewards of external tasks, and fail groups whose scoring takes too long.
+
+        Raises RunError if the stream has ended.
+        """
         self._stream.storage.check()
-        for scorer in self._workers:
-            scorer.check_deadlines()
-        for external in self.external.values():
+        for workers in self._workers:
+            workers.check_deadlines()
+        for task, external in self.external.items():
+            for group, rewards in external.pop_accepted():
+                self._on_completed(task, group, rewards)
             for failed in external.check_deadlines():
                 self._on_failed(failed)
 
@@ -333,13 +333,6 @@ class RewardManager:
         """End the workers."""
         for workers in self._workers:
             workers.end()
-        for external in self.external.values():
-            external.close()
-
-    def _request(self, group: GroupId) -> None:
-        self._stream.request_scores(group, *self._pending[group])
-        for external in self.external.values():
-            external.add(group)
 
     def _on_completed(self, task: str, group: GroupId, rewards: tuple[float, ...]) -> None:
         """A group is scored once it has the rewards of all tasks."""
@@ -372,7 +365,9 @@ class RewardManager:
         """Finish a group whose event is reported; the responses to held-out prompts are no longer needed."""
         self._pending.pop(group, None)
         self._completed.pop(group, None)
-        for scorer in self._scorers:
-            scorer.forget(group)
-        if group.is_held_out:
+        for workers in self._workers:
+            workers.forget(group)
+        for external in self.external.values():
+            external.forget(group)
+        if group.is_held_out and self._workers:
             self._stream.clear([group])
