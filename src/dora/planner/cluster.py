@@ -10,20 +10,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from dora.core.types import ABLATIONS, Limits
 from dora.errors import InputError
 from dora.planner.costs import EngineCost, TrainerCost
 from dora.planner.fluid import FluidEngine
 from dora.planner.hardware import Device, Efficiency, ModelShape
 from dora.planner.lengths import LengthDistribution
-from dora.planner.policies import get_policy, make_limits, make_options
-from dora.planner.simulator import (
-    Listener,
-    Metrics,
-    SimulationResult,
-    Simulator,
-    SimulatorOptions,
-    steady_steps,
-)
+from dora.planner.policies import DORA_ABLATIONS, KV_ABLATION, get_policy
+from dora.planner.simulator import Listener, Metrics, SimulationResult, Simulator, steady_steps
 
 MAX_KV_FILL = 0.9  # fraction of the KV cache that rows of usual length may take
 MAX_ROWS_PER_RANK = 1024
@@ -64,7 +58,6 @@ class Layout:
     tp_size: int = 1
     ep_size: int = 1
     num_rows: int | None = None  # of an engine; None: as many as its KV cache takes
-    version_slots: int = 1  # of an engine
     slack: int = 0  # groups
     ablations: tuple[str, ...] = ()
     is_elastic: bool = False  # the trainer's devices decode while they have nothing to train
@@ -161,29 +154,54 @@ class Deployment:
         """Rows of all engines."""
         return sum(engine.num_rows for engine in self.engines)
 
+    @property
+    def limits(self) -> Limits:
+        """The orchestrator's limits. Raises InputError if the policy does not support S or an ablation."""
+        workload, layout, policy = self.workload, self.layout, get_policy(self.layout.policy)
+        max_staleness, ablations = layout.max_staleness, layout.ablations
+        if max_staleness < 0:
+            raise InputError(f"S = {max_staleness} must be at least 0")
+        fixed = policy.max_staleness
+        if fixed is not None and max_staleness != fixed:
+            raise InputError(f"S = {max_staleness}: policy {policy.name} has S = {fixed} by definition")
+        unknown = [part for part in ablations if part not in DORA_ABLATIONS]
+        if unknown or (ablations and policy.name != "dora"):
+            raise InputError(
+                f"without {', '.join(ablations)}: only policy dora has these parts; the parts are "
+                f"{', '.join(DORA_ABLATIONS)}"
+            )
+        batches_per_version = None
+        if policy.is_single_version:
+            batches_per_version = max_staleness + 1 if fixed is None else 1
+        return Limits(
+            num_steps=self.num_steps,
+            batch_size=workload.batch_size,
+            group_size=workload.group_size,
+            max_staleness=max_staleness,
+            batches_per_version=batches_per_version,
+            slack=layout.slack,
+            defers_loads=policy.defers_loads,
+            is_static=policy.breaks_c1,
+            breaks_c1=policy.breaks_c1,
+            prioritize_stragglers=not policy.breaks_c1,  # systems with inflight updates do not prioritise
+            rebalance_interval_s=layout.rebalance_interval_s,
+            ablations=tuple(part for part in ABLATIONS if part in ablations),
+        )
+
     def simulator(self, listener: Listener | None = None) -> Simulator:
         """A simulator that is ready to run."""
         workload, layout, policy = self.workload, self.layout, get_policy(self.layout.policy)
-        limits = make_limits(
-            policy,
-            workload.batch_size,
-            workload.group_size,
-            self.num_steps,
-            layout.max_staleness,
-            slack=layout.slack,
-            ablations=layout.ablations,
-            rebalance_interval_s=layout.rebalance_interval_s,
-        )
-        base = SimulatorOptions(
-            streams_groups=layout.streams_groups,
+        limits = self.limits
+        scheduler = policy.scheduler(limits)
+        options = replace(
+            policy.options,
+            streams_groups=policy.options.streams_groups or layout.streams_groups,
+            migrates_kv=KV_ABLATION not in layout.ablations,
             switch_s=layout.switch_s,
             reward_s=workload.reward_s,
             report_interval_s=layout.rebalance_interval_s,
-            version_slots=layout.version_slots,
         )
-        options = make_options(policy, base, layout.ablations)
         engines = [FluidEngine(number, *engine) for number, engine in enumerate(self.engines)]
-        scheduler = policy.scheduler(limits)
         return Simulator(scheduler, engines, self.trainer, workload.lengths, limits, options, listener)
 
     def check(self) -> None:

@@ -223,7 +223,6 @@ class TrainerCost:
     device: Device
     num_devices: int
     efficiency: Efficiency
-    num_forwards: int = 1  # forward passes over a batch beside the training pass: log-probs, a reference
 
     def __post_init__(self) -> None:
         capacity = self.device.memory_bytes * (1 - MEMORY_RESERVE) * self.num_devices
@@ -235,8 +234,8 @@ class TrainerCost:
             )
 
     def sequence_s(self, num_tokens: float) -> float:
-        """Train one sequence of prompt and response: forward, backward, and the other forward passes."""
-        flops = (3 + self.num_forwards) * self.model.forward_flops(num_tokens, num_tokens)
+        """Train one sequence of prompt and response: log-probs, forward, and backward, which counts twice."""
+        flops = 4 * self.model.forward_flops(num_tokens, num_tokens)
         return flops / (self.num_devices * self.device.flops_per_s * self.efficiency.train)
 
     @property

@@ -7,7 +7,7 @@ their own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from dora.core.orchestrator import Orchestrator
 from dora.core.types import ABLATIONS, Limits
@@ -79,65 +79,3 @@ def get_policy(name: str) -> UpdatePolicy:
     if name not in POLICIES:
         raise InputError(f"unknown policy {name!r}; policies: {', '.join(POLICIES)}")
     return POLICIES[name]
-
-
-def make_limits(
-    policy: UpdatePolicy,
-    batch_size: int,
-    group_size: int,
-    num_steps: int,
-    max_staleness: int,
-    *,
-    slack: int,
-    ablations: tuple[str, ...],
-    rebalance_interval_s: float,
-) -> Limits:
-    """The orchestrator's limits under a policy. Raises InputError if the policy does not support S or an
-    ablation.
-    """
-    if max_staleness < 0:
-        raise InputError(f"S = {max_staleness} must be at least 0")
-    fixed = policy.max_staleness
-    if fixed is not None and max_staleness != fixed:
-        raise InputError(f"S = {max_staleness}: policy {policy.name} has S = {fixed} by definition")
-    unknown = [part for part in ablations if part not in DORA_ABLATIONS]
-    if unknown or (ablations and policy.name != "dora"):
-        raise InputError(
-            f"without {', '.join(ablations)}: only policy dora has these parts; the parts are "
-            f"{', '.join(DORA_ABLATIONS)}"
-        )
-    return Limits(
-        num_steps=num_steps,
-        batch_size=batch_size,
-        group_size=group_size,
-        max_staleness=max_staleness,
-        batches_per_version=_batches_per_version(policy, max_staleness),
-        slack=slack,
-        defers_loads=policy.defers_loads,
-        is_static=policy.breaks_c1,
-        breaks_c1=policy.breaks_c1,
-        prioritize_stragglers=not policy.breaks_c1,  # systems with inflight updates do not prioritise
-        rebalance_interval_s=rebalance_interval_s,
-        ablations=tuple(part for part in ABLATIONS if part in ablations),
-    )
-
-
-def _batches_per_version(policy: UpdatePolicy, max_staleness: int) -> int | None:
-    if not policy.is_single_version:
-        return None
-    return 1 if policy.max_staleness is not None else max_staleness + 1
-
-
-def make_options(
-    policy: UpdatePolicy, base: SimulatorOptions, ablations: tuple[str, ...]
-) -> SimulatorOptions:
-    """The simulator's options under a policy; `base` has the times."""
-    own = policy.options
-    return replace(
-        base,
-        streams_groups=own.streams_groups or base.streams_groups,
-        recomputes_kv=own.recomputes_kv,
-        longest_first=own.longest_first,
-        version_slots=max(own.version_slots, base.version_slots),
-        migrates_kv=KV_ABLATION not in ablations,
-    )
