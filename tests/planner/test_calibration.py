@@ -18,6 +18,7 @@ from dora.core.events import Event, Resumed
 from dora.core.orchestrator import Orchestrator
 from dora.core.types import Limits
 from dora.errors import InputError
+from dora.journal.reader import JournalLine
 from dora.journal.writer import JournalWriter
 from dora.planner.calibrate import (
     FitData,
@@ -51,7 +52,6 @@ COSTS = FittedCosts(
 SHARED_CORES = replace(COSTS, contention=Contention(0.3, 0.6))
 LIMITS = Limits(num_steps=14, batch_size=8, group_size=4, max_staleness=2)
 SYNC = replace(LIMITS, max_staleness=0, batches_per_version=1)
-Lines = list[tuple[float, Event | Action]]
 
 
 def recorded_run(limits: Limits, costs: FittedCosts = COSTS, seed: int = 0) -> RecordedRun:
@@ -59,9 +59,9 @@ def recorded_run(limits: Limits, costs: FittedCosts = COSTS, seed: int = 0) -> R
     return read_run(limits, simulated_lines(limits, costs, seed))
 
 
-def simulated_lines(limits: Limits, costs: FittedCosts = COSTS, seed: int = 0) -> Lines:
+def simulated_lines(limits: Limits, costs: FittedCosts = COSTS, seed: int = 0) -> list[JournalLine]:
     """All events and actions of a simulated run."""
-    lines: Lines = []
+    lines: list[JournalLine] = []
     engines = [FluidEngine(number, costs, 8) for number in range(3)]
     options = SimulatorOptions(
         reward_s=costs.reward_s,
@@ -73,7 +73,7 @@ def simulated_lines(limits: Limits, costs: FittedCosts = COSTS, seed: int = 0) -
     lengths = LengthDistribution(800, 120.0, prompt=0, seed=seed)
 
     def listen(now: float, record: Event | Action) -> None:
-        lines.append((now, record))
+        lines.append(JournalLine(len(lines), now, record))
 
     Simulator(Orchestrator(limits), engines, costs, lengths, limits, options, listen).run()
     return lines
@@ -84,9 +84,11 @@ def write_run(folder: Path, limits: Limits, *more: Event) -> Path:
     folder.mkdir()
     shutil.copy(EXAMPLE, folder / "config.toml")
     journal = JournalWriter(folder / "journal.jsonl", limits, "", None)
-    for now, record in [*simulated_lines(limits), *((1e6, event) for event in more)]:
-        event, actions = (record, ()) if isinstance(record, Event) else (None, (record,))
-        journal.record(now, event, actions)
+    for line in simulated_lines(limits):
+        event, actions = (line.record, ()) if isinstance(line.record, Event) else (None, (line.record,))
+        journal.record(line.t_s, event, actions)
+    for event in more:
+        journal.record(1e6, event, ())
     journal.close()
     lines = '{"step": 0, "timing_s/update_actor": 0.5}', '{"step": 0, "val/version": 1}', '{"ste'
     (folder / "metrics.jsonl").write_text("\n".join(lines), encoding="utf-8")

@@ -319,9 +319,8 @@ def read_runs(paths: Iterable[Path]) -> dict[str, RecordedRun]:
             raise InputError(
                 f"{path} was resumed, so its times are not continuous; name a run without a resume"
             )
-        lines = ((line.t_s, line.record) for line in journal.lines)
         runs[path.as_posix()] = read_run(
-            journal.limits, lines, _read_update_s(path), _read_min_stream_tokens(path)
+            journal.limits, journal.lines, _read_update_s(path), _read_min_stream_tokens(path)
         )
     return runs
 

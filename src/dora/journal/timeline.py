@@ -37,6 +37,11 @@ class Span:
     def until(self, now_s: float) -> float:
         return now_s if self.end_s is None else self.end_s
 
+    @property
+    def duration_s(self) -> float:
+        """0 while it is open."""
+        return self.until(self.start_s) - self.start_s
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class EngineSpan(Span):
@@ -48,7 +53,6 @@ class EngineSpan(Span):
     reason: str = ""  # of its end
     requests: dict[RequestId, RequestSpan] = field(default_factory=dict)
     versions: dict[int, VersionSpan] = field(default_factory=dict)  # that it holds
-    loaded: set[int] = field(default_factory=set)  # versions that it has held at any time
     loads: dict[int, LoadSpan] = field(default_factory=dict)  # by version
     pause: PauseSpan | None = None
     decode_only: PauseSpan | None = None
@@ -71,6 +75,11 @@ class RequestSpan(Span):
     finished: events.RequestFinished | None = None
     migrated_to: RequestSpan | None = None
     is_uninterrupted: bool = True  # never paused, and never on another engine
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens that it got on this engine."""
+        return self.num_tokens - self.num_tokens_before
 
     def segments(self, now_s: float) -> list[tuple[float, float, int]]:
         """(start, end, version) of the parts that one version decoded."""
@@ -266,7 +275,6 @@ class Timeline:
             self._end(load)
         self._end(engine.versions.get(version), "loaded again")
         engine.versions[version] = VersionSpan(start_s=self.now_s, engine=engine, version=version)
-        engine.loaded.add(version)
         if self._breaks_c1:
             for request, span in engine.requests.items():
                 before = span.updates[-1][1] if span.updates else span.version

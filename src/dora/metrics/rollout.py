@@ -238,7 +238,7 @@ class WeightLoadMetrics:
         """Count a load that has ended."""
         if isinstance(span, LoadSpan) and span.loaded is not None:
             self.num_loads += 1
-            self.load_s += span.until(span.start_s) - span.start_s
+            self.load_s += span.duration_s
             self.pause_s += span.loaded.stop_s
 
     def order(self, actions: Iterable[Action]) -> None:

@@ -20,19 +20,22 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from dora.core.actions import Action, Admit
-from dora.core.events import EngineJoined, Event, Trained
+from dora.core.events import Trained
 from dora.core.orchestrator import Orchestrator
 from dora.core.types import GroupId, Limits
 from dora.errors import InputError
+from dora.journal.reader import JournalLine
 from dora.journal.timeline import (
+    EngineSpan,
+    GroupSpan,
     LoadSpan,
     MigrationSpan,
     RequestSpan,
     ScoringSpan,
     Span,
-    Timeline,
     TrainerSpan,
+    fold,
+    of_kind,
 )
 from dora.planner.costs import StepTimeTerms
 from dora.planner.fluid import FluidEngine
@@ -47,26 +50,6 @@ ERROR_TOLERANCE = 1.001  # relative: the smallest slowdown wins that is so close
 
 
 # Reading runs
-
-
-@dataclass(frozen=True)
-class DecodeSpan:
-    """A request on one engine, where it gained `num_tokens`."""
-
-    engine: int
-    version: int
-    started_s: float
-    ended_s: float
-    num_tokens: int
-    is_uninterrupted: bool = True  # it was never stopped and never on another engine
-
-    @property
-    def duration_s(self) -> float:
-        return self.ended_s - self.started_s
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens / self.duration_s
 
 
 @dataclass(frozen=True)
@@ -87,7 +70,7 @@ class TrainingSpan:
         return self.early_s + self.ended_s - self.started_s
 
 
-@dataclass
+@dataclass(frozen=True)
 class RecordedRun:
     """The content of a run's journal that calibration needs.
 
@@ -96,14 +79,13 @@ class RecordedRun:
     """
 
     limits: Limits
-    update_s: Mapping[int, float] = field(default_factory=dict)
-    min_stream_tokens: int | None = None
-    engines: list[EngineJoined] = field(default_factory=list)
-    answers: dict[GroupId, dict[int, int]] = field(default_factory=dict)  # -> sibling -> tokens
-    position_of: dict[GroupId, int] = field(default_factory=dict)  # in the dataset's order
-    requests: list[DecodeSpan] = field(default_factory=list)
-    trainings: list[TrainingSpan] = field(default_factory=list)
-    durations_s: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # by kind
+    update_s: Mapping[int, float]
+    min_stream_tokens: int | None
+    engines: list[EngineSpan]
+    groups: dict[GroupId, GroupSpan]
+    requests: list[RequestSpan]  # on engines where they got tokens, by their start
+    trainings: list[TrainingSpan]
+    durations_s: Mapping[str, list[float]]  # by kind
 
     @property
     def tokens_per_s(self) -> float:
@@ -111,66 +93,48 @@ class RecordedRun:
         first, *others = self.trainings
         return sum(step.num_tokens for step in others) / (others[-1].ended_s - first.ended_s)
 
-    def add(self, span: Span) -> None:
-        """Follow the next span that has ended."""
-        duration_s = span.until(span.start_s) - span.start_s
-        match span:
-            case RequestSpan():
-                self._add_request(span)
-            case MigrationSpan(migrated=migrated) if migrated is not None:
-                self.durations_s["migration"].append(migrated.copy_s)
-            case LoadSpan(loaded=loaded) if loaded is not None:
-                self.durations_s["load"].append(duration_s)
-                self.durations_s["load stop"].append(loaded.stop_s)
-            case ScoringSpan(rewards=rewards) if rewards is not None:
-                self.durations_s["reward"].append(duration_s)
-            case TrainerSpan(phase="publish"):
-                self.durations_s["publish"].append(duration_s)
-            case TrainerSpan(phase="train", result=Trained()):
-                self._add_training(span)
-            case _:
-                pass
-
-    def _add_request(self, span: RequestSpan) -> None:
-        if span.finished is None and span.migrated_to is None:
-            return
-        if span.finished is not None and not span.request.is_held_out:
-            group = self.answers.setdefault(span.request.group, {})
-            group[span.request.sibling] = span.num_tokens
-        decoded = DecodeSpan(
-            span.engine.engine,
-            span.version,
-            span.start_s,
-            span.until(span.start_s),
-            span.num_tokens - span.num_tokens_before,
-            span.is_uninterrupted,
-        )
-        if decoded.duration_s > 0 and decoded.num_tokens > 0:
-            self.requests.append(decoded)
-
-    def _add_training(self, span: TrainerSpan) -> None:
-        started_s, ended_s = span.start_s, span.until(span.start_s)
-        num_tokens = sum(sum(self.answers[group].values()) for group in span.groups)
-        early_s = max(0.0, self.update_s.get(span.number, 0.0) - (ended_s - started_s))
-        self.trainings.append(TrainingSpan(started_s, ended_s, num_tokens, early_s))
-
 
 def read_run(
     limits: Limits,
-    lines: Iterable[tuple[float, Event | Action]],
+    lines: Iterable[JournalLine],
     update_s: Mapping[int, float] | None = None,
     min_stream_tokens: int | None = None,
 ) -> RecordedRun:
     """A run by the lines of its journal."""
-    run, timeline = RecordedRun(limits, update_s or {}, min_stream_tokens), Timeline()
-    for now, record in lines:
-        if isinstance(record, EngineJoined):
-            run.engines.append(record)
-        elif isinstance(record, Admit):
-            run.position_of[record.group] = record.index
-        for span in timeline.observe(now, record):
-            run.add(span)
-    return run
+    spans, update_s = fold(lines), update_s or {}
+    groups = {span.group: span for span in of_kind(spans, GroupSpan)}
+    requests = [
+        span
+        for span in of_kind(spans, RequestSpan)
+        if (span.finished or span.migrated_to) and span.duration_s > 0 and span.num_new_tokens > 0
+    ]
+    trainings = []
+    for span in of_kind(spans, TrainerSpan):
+        if isinstance(span.result, Trained):
+            num_tokens = sum(groups[group].num_tokens for group in span.groups)
+            early_s = max(0.0, update_s.get(span.number, 0.0) - span.duration_s)
+            trainings.append(TrainingSpan(span.start_s, span.until(span.start_s), num_tokens, early_s))
+    engines, durations_s = of_kind(spans, EngineSpan), _durations_s(spans)
+    return RecordedRun(limits, update_s, min_stream_tokens, engines, groups, requests, trainings, durations_s)
+
+
+def _durations_s(spans: Iterable[Span]) -> Mapping[str, list[float]]:
+    """Durations of what has ended well, by its kind."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for span in spans:
+        match span:
+            case MigrationSpan(migrated=migrated) if migrated is not None:
+                found["migration"].append(migrated.copy_s)
+            case LoadSpan(loaded=loaded) if loaded is not None:
+                found["load"].append(span.duration_s)
+                found["load stop"].append(loaded.stop_s)
+            case ScoringSpan(rewards=rewards) if rewards is not None:
+                found["reward"].append(span.duration_s)
+            case TrainerSpan(phase="publish") if span.end_s is not None:
+                found["publish"].append(span.duration_s)
+            case _:
+                pass
+    return found
 
 
 # Fitting costs
@@ -241,7 +205,7 @@ def fit_costs(runs: Sequence[RecordedRun]) -> FittedCosts:
     train, train_slowdown = fit([_training_data(run) for run in runs], max_slowdown=float(num_engines))
 
     def mean(what: str) -> float:
-        durations_s = [seconds for run in runs for seconds in run.durations_s[what]]
+        durations_s = [seconds for run in runs for seconds in run.durations_s.get(what, ())]
         return sum(durations_s) / len(durations_s) if durations_s else 0.0
 
     return FittedCosts(
@@ -310,16 +274,12 @@ def _request_data(run: RecordedRun) -> FitData:
     )
     decoded, version_s = {}, {}
     for engine in run.engines:
-        own = [span for span in run.requests if span.engine == engine.engine]
-        decoded[engine.engine] = integrate(
-            change
-            for span in own
-            for change in ((span.started_s, span.tokens_per_s), (span.ended_s, -span.tokens_per_s))
-        )
-        version_s[engine.engine] = integrate(_count_changes(own, lambda span: span.version))
+        own = [span for span in run.requests if span.engine is engine]
+        decoded[engine] = integrate(_rate_changes(own))
+        version_s[engine] = integrate(_count_changes(own, lambda span: span.version))
     rows = []
     for span in (span for span in run.requests if span.is_uninterrupted):
-        start, end, num_tokens = span.started_s, span.ended_s, span.num_tokens
+        start, end, num_tokens = span.start_s, span.until(span.start_s), span.num_new_tokens
         num_decoded = decoded[span.engine](end) - decoded[span.engine](start)
         num_versions = (version_s[span.engine](end) - version_s[span.engine](start)) / span.duration_s
         overlap = min(1.0, (training_s(end) - training_s(start)) / span.duration_s)
@@ -329,11 +289,19 @@ def _request_data(run: RecordedRun) -> FitData:
     return FitData(table[:, 4], table[:, :4], table[:, 5], 1 / np.sqrt(table[:, 1]))
 
 
-def _count_changes(spans: Sequence[DecodeSpan], key: Callable[[DecodeSpan], int]) -> Changes:
+def _rate_changes(spans: Iterable[RequestSpan]) -> Changes:
+    """Changes of the tokens per second of all these requests."""
+    for span in spans:
+        tokens_per_s = span.num_new_tokens / span.duration_s
+        yield span.start_s, tokens_per_s
+        yield span.until(span.start_s), -tokens_per_s
+
+
+def _count_changes(spans: Sequence[RequestSpan], key: Callable[[RequestSpan], int]) -> Changes:
     """Changes of the number of different keys among the requests that run."""
     running: Counter[int] = Counter()
-    changes = [(span.started_s, 1, key(span)) for span in spans]
-    changes += [(span.ended_s, -1, key(span)) for span in spans]
+    changes = [(span.start_s, 1, key(span)) for span in spans]
+    changes += [(span.until(span.start_s), -1, key(span)) for span in spans]
     for time_s, change, of_span in sorted(changes):
         before = len(+running)
         running[of_span] += change
@@ -343,7 +311,7 @@ def _count_changes(spans: Sequence[DecodeSpan], key: Callable[[DecodeSpan], int]
 
 def _training_data(run: RecordedRun) -> FitData:
     """The training steps. Units: 1, thousands of tokens. Overlaps: the fraction of engines that decode."""
-    busy_s = integrate(_count_changes(run.requests, lambda span: span.engine))
+    busy_s = integrate(_count_changes(run.requests, lambda span: span.engine.engine))
     rows = [
         (1.0, step.num_tokens / 1000, step.work_s, busy_s(step.ended_s) - busy_s(step.work_started_s))
         for step in run.trainings
@@ -373,9 +341,9 @@ class RecordedLengths:
     def __init__(self, run: RecordedRun) -> None:
         size = run.limits.group_size
         self._known = {
-            run.position_of[group]: [lengths[k] for k in range(size)]
-            for group, lengths in run.answers.items()
-            if len(lengths) == size and group in run.position_of
+            group.admitted.index: [group.responses[k].num_tokens for k in range(size)]
+            for group in run.groups.values()
+            if len(group.responses) == size
         }
         self._others = [self._known[position] for position in sorted(self._known)]
 
@@ -389,7 +357,8 @@ class RecordedLengths:
 
 def forecast_run(run: RecordedRun, costs: FittedCosts) -> SimulationResult:
     """Simulate a run with its limits, engines and lengths, but without any of its times."""
-    engines = [FluidEngine(e.engine, costs, e.max_num_seqs, e.is_colocated) for e in run.engines]
+    joined = [engine.joined for engine in run.engines]
+    engines = [FluidEngine(e.engine, costs, e.max_num_seqs, e.is_colocated) for e in joined]
     options = SimulatorOptions(
         streams_groups=run.min_stream_tokens is not None,
         min_stream_tokens=run.min_stream_tokens or 0,
@@ -398,7 +367,7 @@ def forecast_run(run: RecordedRun, costs: FittedCosts) -> SimulationResult:
         finish_report_s=0.0 if run.limits.breaks_c1 else costs.finish_report_s,
         contention=costs.contention,
         report_interval_s=1.0,
-        version_slots=max(engine.version_slots for engine in run.engines),
+        version_slots=max(e.version_slots for e in joined),
     )
     limits = replace(run.limits, num_steps=len(run.trainings), evaluation=None, filter_groups=False)
     return Simulator(Orchestrator(limits), engines, costs, RecordedLengths(run), limits, options).run()
