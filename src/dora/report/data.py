@@ -8,16 +8,16 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from dora.audit import audit
 from dora.core.actions import Action
 from dora.core.events import Published
-from dora.core.types import GroupId, Limits
+from dora.core.types import Limits
 from dora.errors import InputError
 from dora.journal.extensions import extended_limits, find_extensions
 from dora.journal.reader import (
@@ -29,7 +29,7 @@ from dora.journal.reader import (
     read_journal,
     read_line,
 )
-from dora.journal.timeline import GroupSpan, RequestSpan, Span, Timeline
+from dora.journal.timeline import GroupSpan, Outcome, RequestSpan, Span, Timeline
 from dora.journal.why import request_histories
 from dora.metrics.catalog import SECTIONS
 from dora.metrics.evaluation import VERSION_KEY, EvaluationTracker
@@ -115,7 +115,6 @@ class RunReader:
             config.setdefault("run", {})["steps"] = extension.num_steps
             config.setdefault("trainer", {})["lr_decay"] = extension.lr_decay
         spans = [*self._ended, *self._timeline.open_spans()]
-        groups = GroupOutcomes(spans, self._timeline.num_trained)
         return {
             "name": self._run.resolve().name,
             "folder": self._run.as_posix(),
@@ -135,8 +134,8 @@ class RunReader:
             "engines": engines_to_json(spans, now),
             "trainer": trainer_to_json(spans, now),
             "rows": rows_to_json(spans, self._limits, now),
-            "groups": groups.to_json(self._limits.group_size),
-            "samples": self._samples(config, spans, groups),
+            "groups": groups_to_json(spans, self._timeline.num_trained, self._limits.group_size),
+            "samples": self._samples(config, spans),
         }
 
     def _reset(self) -> None:
@@ -170,7 +169,7 @@ class RunReader:
         times_s = {version: round(t_s, 3) for version, t_s in enumerate(self._published)}
         return [one | {"t_s": times_s.get(one.get("version", 0))} for one in found]
 
-    def _samples(self, config: JsonObject, spans: Sequence[Span], groups: GroupOutcomes) -> JsonObject:
+    def _samples(self, config: JsonObject, spans: Sequence[Span]) -> JsonObject:
         """Some responses in full, with the history of their requests."""
         try:
             stored = samples.read_groups(self._run)
@@ -187,11 +186,12 @@ class RunReader:
         shown = samples.read_texts(self._run, picked, self._decode)
         requests = [samples.request_of(group, response) for group in shown for response in group["responses"]]
         histories = request_histories(self._lines, self._limits.batch_size, requests)
+        versions = {span.group: span.admitted.version for span in spans if isinstance(span, GroupSpan)}
         for group in shown:
             group["prompt"] = samples.split_turns(group["prompt"])
             for response in group["responses"]:
                 request = samples.request_of(group, response)
-                group["version"] = groups.versions.get(request.group, group["version"])
+                group["version"] = versions.get(request.group, group["version"])
                 response["history"] = [[round(t_s, 3), sentence] for t_s, sentence in histories[request]]
         return {
             "num": sum(len(group.rewards) for group in stored),
@@ -240,61 +240,55 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 # --- groups
 
-OUTCOMES = ("trained", "filtered", "failed", "pending")
+OUTCOMES = get_args(Outcome)
 
 
-class GroupOutcomes:
-    """The outcome of every admitted group, and the lengths of responses by outcome."""
+def groups_to_json(spans: Sequence[Span], num_trained: int, group_size: int) -> JsonObject:
+    """Groups by outcome, samples by staleness, responses by length and outcome.
 
-    def __init__(self, spans: Sequence[Span], num_trained: int) -> None:
-        """`num_trained` steps are trained and were not voided by a resume."""
-        groups = {span.group: span for span in spans if isinstance(span, GroupSpan)}
-        ended = [span for span in groups.values() if span.outcome in ("filtered", "failed")]
-        self.versions = {group: span.admitted.version for group, span in groups.items()}
-        self.untrained = {span.group: span.outcome for span in ended}
-        self.reasons = Counter((span.outcome, span.end) for span in ended)
-        self.steps = {
-            group: span.step
-            for group, span in groups.items()
-            if span.outcome == "trained" and span.step is not None and span.step < num_trained
-        }
-        self._lengths: dict[GroupId, list[int]] = {}  # of finished responses
-        for span in spans:
-            if isinstance(span, RequestSpan) and span.finished is not None and not span.request.is_held_out:
-                self._lengths.setdefault(span.request.group, []).append(span.num_tokens)
+    `num_trained` steps are trained and were not voided by a resume.
+    """
+    groups = {span.group: span for span in spans if isinstance(span, GroupSpan)}
+    outcome_of = {group: _outcome(span, num_trained) for group, span in groups.items()}
+    outcomes, reasons, staleness = Counter(outcome_of.values()), Counter[tuple[str, str]](), Counter[int]()
+    for group, span in groups.items():
+        if outcome_of[group] in ("filtered", "failed"):
+            reasons[span.outcome, span.end] += 1
+        elif outcome_of[group] == "trained" and span.step is not None:
+            staleness[span.step - span.admitted.version] += group_size
+    lengths = {outcome: Counter[int]() for outcome in OUTCOMES}  # -> length -> finished responses
+    for request in spans:
+        if isinstance(request, RequestSpan) and request.finished and not request.request.is_held_out:
+            lengths[outcome_of.get(request.request.group, "pending")][request.num_tokens] += 1
+    return {
+        "num": len(groups),
+        "outcomes": {outcome: outcomes[outcome] for outcome in OUTCOMES},
+        "reasons": [[outcome, reason, num] for (outcome, reason), num in reasons.most_common()],
+        "staleness": {str(s): num for s, num in sorted(staleness.items())},
+        "lengths": _lengths_to_json(lengths),
+    }
 
-    def outcome_of(self, group: GroupId) -> str:
-        return "trained" if group in self.steps else self.untrained.get(group, "pending")
 
-    def to_json(self, group_size: int) -> JsonObject:
-        """Groups by outcome, samples by staleness, responses by length and outcome."""
-        staleness = Counter(step - self.versions[group] for group, step in self.steps.items())
-        outcomes = Counter(map(self.outcome_of, self.versions))
-        return {
-            "num": len(self.versions),
-            "outcomes": {outcome: outcomes[outcome] for outcome in OUTCOMES},
-            "reasons": [[outcome, reason, num] for (outcome, reason), num in self.reasons.most_common()],
-            "staleness": {str(s): num * group_size for s, num in sorted(staleness.items())},
-            "lengths": self._by_length(),
-        }
+def _outcome(span: GroupSpan, num_trained: int) -> Outcome:
+    """A group whose step was voided is pending."""
+    is_void = span.outcome == "trained" and (span.step is None or span.step >= num_trained)
+    return "pending" if is_void else span.outcome
 
-    def _by_length(self) -> JsonObject:
-        """Finished responses by length (tokens), in buckets up to and including `to`."""
-        lengths = {outcome: Counter[int]() for outcome in OUTCOMES}  # -> length -> responses
-        for group, own in self._lengths.items():
-            lengths[self.outcome_of(group)].update(own)
-        generated = sum(lengths.values(), Counter[int]())
-        limits = _bucket_limits(max(generated, default=0))
-        counts = {outcome: [0] * len(limits) for outcome in OUTCOMES}
-        for outcome, of_outcome in lengths.items():
-            for length, num in of_outcome.items():
-                counts[outcome][bisect.bisect_left(limits, length)] += num
-        return {
-            "to": limits,
-            "counts": counts,
-            "generated": length_distribution(generated),
-            "trained": length_distribution(lengths["trained"]),
-        }
+
+def _lengths_to_json(lengths: Mapping[Outcome, Counter[int]]) -> JsonObject:
+    """Responses by outcome and length (tokens), in buckets up to and including `to`."""
+    generated = sum(lengths.values(), Counter[int]())
+    limits = _bucket_limits(max(generated, default=0))
+    counts = {outcome: [0] * len(limits) for outcome in lengths}
+    for outcome, of_outcome in lengths.items():
+        for length, num in of_outcome.items():
+            counts[outcome][bisect.bisect_left(limits, length)] += num
+    return {
+        "to": limits,
+        "counts": counts,
+        "generated": length_distribution(generated),
+        "trained": length_distribution(lengths["trained"]),
+    }
 
 
 def _bucket_limits(longest: int) -> list[int]:
