@@ -101,7 +101,6 @@ def checker_of(state: State, num_prompts: int | None) -> Checker:
         if record.engine is not None:
             on = checker.fleet.engines[record.engine]
             on.running[request] = record.version
-            on.num_rows_of[record.version] += 1
             versions.owners[request] = on.id
             checker.fleet.started.add(request)
     assert checker.audit.findings == []

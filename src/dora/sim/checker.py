@@ -459,8 +459,6 @@ class InflightUpdateChecker:
             for request, old in engine.running.items():
                 if old < event.version and request in self._versions:
                     engine.running[request] = event.version
-                    engine.num_rows_of[old] -= 1
-                    engine.num_rows_of[event.version] += 1
                     self._change(request, event.version)
 
     def after_event(self, store: Iterable[int]) -> None:

@@ -260,7 +260,7 @@ class CoverageMarks:
 
     def _generate(self, action: actions.Generate) -> None:
         engine = self._fleet.engines[action.engine]
-        if any(count and version != action.version for version, count in engine.num_rows_of.items()):
+        if engine.needed_versions - {action.version}:
             self._mark("generate: two versions on an engine")
         if any(request in self._fleet.aborting for request in engine.running):
             self._mark("generate: a row is still used by an aborted request")

@@ -28,7 +28,6 @@ class CheckedEngine:
     loading: int | None = None
     running: dict[RequestId, int] = field(default_factory=dict)  # -> version
     incoming: dict[RequestId, int] = field(default_factory=dict)  # by migrations -> version
-    num_rows_of: Counter[int] = field(default_factory=Counter)  # version -> running and incoming requests
     is_paused: bool = False
     is_pausing: bool = False
     num_own_loads: int = 0
@@ -39,6 +38,11 @@ class CheckedEngine:
     @property
     def num_used_rows(self) -> int:
         return len(self.running) + len(self.incoming)
+
+    @property
+    def needed_versions(self) -> set[int]:
+        """Of running and incoming requests."""
+        return {*self.running.values(), *self.incoming.values()}
 
     @property
     def has_places(self) -> bool:
@@ -129,8 +133,7 @@ class FleetChecker:
 
     def release(self, engine_id: int, request: RequestId) -> None:
         """Free the row of a request that has finished, failed or was aborted."""
-        engine = self.engines[engine_id]
-        engine.num_rows_of[engine.running.pop(request)] -= 1
+        del self.engines[engine_id].running[request]
         self.aborting.discard(request)
         self._num_tokens.pop(request, None)
 
@@ -140,36 +143,30 @@ class FleetChecker:
         require(is_whole, f"{request} migrated with {event.num_tokens} of its {num_tokens} tokens")
         self.free_reserved_row(event)
         source, destination = self.engines[event.source], self.engines[event.destination]
-        destination.running[request] = version = source.running.pop(request)
-        source.num_rows_of[version] -= 1
-        destination.num_rows_of[version] += 1
+        destination.running[request] = source.running.pop(request)
         if request in self.aborting:
             self._aborted_too_late.add(request)
 
     def free_reserved_row(self, event: events.Migrated | events.MigrationFailed) -> None:
         """The migration has ended."""
-        destination = self.engines[event.destination]
-        destination.num_rows_of[destination.incoming.pop(event.request)] -= 1
+        del self.engines[event.destination].incoming[event.request]
 
     # Actions
 
     def generate(self, action: actions.Generate) -> None:
-        engine, version = self._receiving(action.engine), action.version
+        engine = self._receiving(action.engine)
         for request in action.requests:
             if request in self.started:
                 raise Violation(f"{request} is generated again, and its engine was not lost")
             self.started.add(request)
-            engine.running[request] = version
-        engine.num_rows_of[version] += len(action.requests)
+            engine.running[request] = action.version
         self._check_rows(engine, engine.num_queued)
 
     def migrate(self, action: actions.Migrate) -> None:
-        request, version = action.request, action.version
-        destination = self._receiving(action.destination)
+        request, destination = action.request, self._receiving(action.destination)
         require(action.source != destination.id, f"{request} migrates to engine {destination.id}, its owner")
         require(request not in self.aborting, f"{request} migrates during its abort")
-        destination.incoming[request] = version
-        destination.num_rows_of[version] += 1
+        destination.incoming[request] = action.version
         self._check_rows(destination)
 
     def abort(self, action: actions.Abort) -> None:
@@ -186,7 +183,7 @@ class FleetChecker:
     def drop(self, action: actions.Drop, is_pinned: bool) -> None:
         """Check a `Drop`; of a pinned version one engine must keep a copy."""
         engine, version = self._active(action.engine), action.version
-        is_unused = not engine.num_rows_of[version]
+        is_unused = version not in engine.needed_versions
         require(is_unused, f"engine {engine.id} drops version {version} under its requests")
         has_copy = self.num_holders(version) > 0
         require(has_copy or not is_pinned, f"engine {engine.id} drops the last copy of version {version}")
