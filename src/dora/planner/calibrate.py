@@ -360,8 +360,7 @@ def forecast_run(run: RecordedRun, costs: FittedCosts) -> SimulationResult:
     joined = [engine.joined for engine in run.engines]
     engines = [FluidEngine(e.engine, costs, e.max_num_seqs, e.is_colocated) for e in joined]
     options = SimulatorOptions(
-        streams_groups=run.min_stream_tokens is not None,
-        min_stream_tokens=run.min_stream_tokens or 0,
+        min_stream_tokens=run.min_stream_tokens,
         reward_s=costs.reward_s,
         # With inflight updates, a delayed report would name a version that is too old.
         finish_report_s=0.0 if run.limits.breaks_c1 else costs.finish_report_s,

@@ -61,7 +61,7 @@ class Layout:
     slack: int = 0  # groups
     ablations: tuple[str, ...] = ()
     is_elastic: bool = False  # the trainer's devices decode while they have nothing to train
-    streams_groups: bool = False
+    streams_groups: bool = False  # the trainer works on groups as soon as they are committed
     switch_s: float = 0.0  # a device switches between training and decoding
     rebalance_interval_s: float = 10.0  # also between progress reports
 
@@ -195,7 +195,7 @@ class Deployment:
         scheduler = policy.scheduler(limits)
         options = replace(
             policy.options,
-            streams_groups=policy.options.streams_groups or layout.streams_groups,
+            min_stream_tokens=0 if layout.streams_groups else policy.options.min_stream_tokens,
             migrates_kv=KV_ABLATION not in layout.ablations,
             switch_s=layout.switch_s,
             reward_s=workload.reward_s,

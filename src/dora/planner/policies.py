@@ -49,14 +49,14 @@ POLICIES: dict[str, UpdatePolicy] = {
             "stream_gen",
             1,
             is_single_version=True,
-            options=SimulatorOptions(streams_groups=True, longest_first=True),
+            options=SimulatorOptions(min_stream_tokens=0, longest_first=True),
         ),
         UpdatePolicy(
             "asyncflow",
             1,
             is_single_version=True,
             defers_loads=True,
-            options=SimulatorOptions(streams_groups=True),
+            options=SimulatorOptions(min_stream_tokens=0),
         ),
         UpdatePolicy("drain", None, is_single_version=True),
         UpdatePolicy(

@@ -66,8 +66,7 @@ class SimulatorOptions:
     once.
     """
 
-    streams_groups: bool = False  # the trainer works on groups as soon as they are committed
-    min_stream_tokens: int = 0  # tokens of an incomplete batch at which it starts
+    min_stream_tokens: int | None = None  # of an incomplete batch, for the trainer to start on it; or never
     recomputes_kv: bool = False  # of running requests, when they continue with new weights
     migrates_kv: bool = True  # else the KV of migrated requests is computed again
     switch_s: float = 0.0  # a device switches between training and decoding
@@ -208,7 +207,7 @@ class TrainerQueue:
     void.
     """
 
-    def __init__(self, min_stream_tokens: float | None) -> None:
+    def __init__(self, min_stream_tokens: int | None) -> None:
         """`min_stream_tokens`: tokens of an incomplete batch at which the trainer starts on it; None:
         never.
         """
@@ -299,7 +298,7 @@ class Simulator(EventQueue[Iterable[Event]]):
         self._chunk = lru_cache(CACHED_CHUNKS)(self._draw_chunk)
         self._groups: dict[GroupId, _OpenGroup] = {}
         self._network_free_s: dict[int, float] = {}  # engine -> end of its last KV copy
-        self._queue = TrainerQueue(options.min_stream_tokens if options.streams_groups else None)
+        self._queue = TrainerQueue(options.min_stream_tokens)
         self._queue_epoch = 0  # of the scheduled end
         self._training: actions.Train | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {
