@@ -117,8 +117,9 @@ def test_the_time_in_which_a_run_only_evaluates_does_not_count() -> None:
         state.evaluation = None if evaluated is None else EvaluationRecord(evaluated, 1, num_unfinished=1)
         state.num_unfinished = Counter({} if evaluated is None else {evaluated: 1})
         metrics.update(now, None, [], state)
-    assert metrics.now_s - metrics.started_s == metrics.trainer_idle_s == (2.0 - 1.0) + (12.0 - 5.0)
-    assert (metrics.rollout_s, metrics.live_version_s) == (0.0, 0.0)
+    spent_s = metrics.timing.total_s
+    assert metrics.now_s - metrics.started_s == spent_s["wait_for_batch"] == (2.0 - 1.0) + (12.0 - 5.0)
+    assert (spent_s["rollout"], metrics.live_version_s) == (0.0, 0.0)
 
 
 def test_each_source_has_its_own_pass_rates() -> None:

@@ -156,9 +156,6 @@ class RunMetrics:
     recoveries: RecoveryTimes = field(default_factory=RecoveryTimes)
     started_s: float = 0.0  # later by the time in which the run only evaluated
     now_s: float = 0.0
-    trainer_idle_s: float = 0.0
-    exposed_rollout_s: float = 0.0  # requests were unfinished while the trainer was idle
-    rollout_s: float = 0.0  # requests were unfinished
     live_version_s: float = 0.0  # versions with unfinished requests, integrated over time
     live_versions_max: int = 0
     engine_failures: int = 0
@@ -175,7 +172,6 @@ class RunMetrics:
     _timeline: Timeline = field(default_factory=Timeline)
     _has_admitted: bool = False
     _num_live: int = 0  # versions with unfinished requests
-    _is_trainer_idle: bool = True
     _is_only_evaluating: bool = False
     _stall_s: float = 0.0  # before this step
 
@@ -206,9 +202,8 @@ class RunMetrics:
         self.stalls.update(state)
         self.timing.update(now, event, actions, state)
         self.recoveries.update(now, event, state)
-        self._num_live = sum(1 for count in state.num_unfinished.values() if count)
+        self._num_live = len(state.num_unfinished)
         self.live_versions_max = max(self.live_versions_max, self._num_live)
-        self._is_trainer_idle = state.training_step is None and state.publishing_version is None
         self._is_only_evaluating = state.is_only_evaluating
         return step
 
@@ -228,13 +223,7 @@ class RunMetrics:
             self.timing.start(now)
             return
         self.timing.advance(now)
-        if self._is_trainer_idle:
-            self.trainer_idle_s += elapsed_s
-        if self._num_live:
-            self.live_version_s += elapsed_s * self._num_live
-            self.rollout_s += elapsed_s
-            if self._is_trainer_idle:
-                self.exposed_rollout_s += elapsed_s
+        self.live_version_s += elapsed_s * self._num_live
 
     def _on_event(
         self, now: float, event: Event | None, state: State, ended: Sequence[Span]

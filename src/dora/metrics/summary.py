@@ -17,6 +17,7 @@ MISMATCH = "mismatch/logprob_abs_diff_max"
 def summarize(metrics: RunMetrics, state: State, evaluations: Sequence[EvaluationResult]) -> dict[str, Any]:
     """The summary without the audit's verdicts; null where nothing was measured."""
     of_version = {result.version: result for result in evaluations}
+    spent_s = metrics.timing.total_s
     wall_s = max(1e-9, metrics.now_s - metrics.started_s)
     return {
         "steps": len(metrics.steps),
@@ -29,18 +30,18 @@ def summarize(metrics: RunMetrics, state: State, evaluations: Sequence[Evaluatio
         "wall_s": round(wall_s, 3),
         "tokens_per_s": round(metrics.tokens_per_s, 1),
         "live_versions_max": metrics.live_versions_max,
-        "live_versions_mean": round(metrics.live_version_s / max(1e-9, metrics.rollout_s), 3),
+        "live_versions_mean": round(metrics.live_version_s / max(1e-9, spent_s["rollout"]), 3),
         **_staleness(metrics),
         "rollout_utilization": round(metrics.utilization.overall(), 4),
         "rollout_utilization_by_engine": {
             str(engine): round(ratio, 4) for engine, ratio in metrics.utilization.by_engine().items()
         },
-        "trainer_idle_ratio": round(metrics.trainer_idle_s / wall_s, 4),
+        "trainer_idle_ratio": round(spent_s["wait_for_batch"] / wall_s, 4),
         "logprob_mismatch_max": max(
             (step.others[MISMATCH] for step in metrics.steps if MISMATCH in step.others), default=None
         ),
         "stall_s": round(state.stall_s, 3),
-        "exposed_rollout_s": round(metrics.exposed_rollout_s, 3),
+        "exposed_rollout_s": round(spent_s["exposed_rollout"], 3),
         "stalls": [stall.to_json() for stall in metrics.stalls.longest()],
         **metrics.lengths.to_json(),
         **metrics.migrations.to_json(),

@@ -33,9 +33,12 @@ _OVERLAPPING_PHASES = ("rollout", "reward")
 
 
 class StepTiming:
-    """Phase times of each step; counts of engines, versions, requests and groups at its end."""
+    """Phase times of each step and of the run; counts of engines, versions, requests and groups at a step's
+    end.
+    """
 
     def __init__(self) -> None:
+        self.total_s = defaultdict[str, float](float)  # by phase, in the run
         self._now_s = 0.0
         self._phases: tuple[str, ...] = ("wait_for_batch",)  # at the moment
         self._spent_s = defaultdict[str, float](float)  # by phase, in this step
@@ -52,6 +55,7 @@ class StepTiming:
         """Account for the time until `now` in the current phases."""
         for phase in self._phases:
             self._spent_s[phase] += now - self._now_s
+            self.total_s[phase] += now - self._now_s
         self._now_s = now
 
     def update(self, now: float, event: Event | None, actions: Sequence[Action], state: State) -> None:
@@ -75,9 +79,11 @@ class StepTiming:
             if state.publishing_version is None
             else "publish"
         )
+        is_exposed = bool(state.num_unfinished) and trainer_phase == "wait_for_batch"
         self._phases = (
             trainer_phase,
             *(["rollout"] if state.num_unfinished else []),
+            *(["exposed_rollout"] if is_exposed else []),
             *(["reward"] if self._scoring else []),
         )
 
@@ -95,7 +101,7 @@ class StepTiming:
             "timing_s/group_spread_max": round(max(spreads, default=0.0), 4),
             "trainer/idle_ratio": round(spent["wait_for_batch"] / max(1e-9, step_s), 4),
             "rollout/num_engines": len(state.engines),
-            "rollout/num_versions": sum(1 for num in state.num_unfinished.values() if num),
+            "rollout/num_versions": len(state.num_unfinished),
             "rollout/num_requests_running": num_running,
             "rollout/num_requests_waiting": len(state.requests) - num_running,
             "rollout/kv_cache_usage_max": max((engine.kv_usage for engine in engines), default=0.0),
