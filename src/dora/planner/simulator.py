@@ -405,20 +405,16 @@ class Simulator(EventQueue[Iterable[Event]]):
     def _fetch_prompts(self, action: actions.FetchPrompts) -> None:
         positions = list(range(self._dataset_index, self._dataset_index + action.count))
         if self.options.longest_first:
-            positions.sort(key=lambda position: -max(self._lengths_of(position)))
+            positions.sort(key=lambda position: -max(self._lengths_of(position)[1]))
         groups = tuple(GroupId(0, position) for position in positions)
         self.schedule(0.0, self._report, events.PromptsFetched(self._dataset_index, groups))
         self._dataset_index += action.count
 
-    def _lengths_of(self, position: int) -> list[int]:
-        """Lengths of a group's responses."""
+    def _lengths_of(self, position: int) -> tuple[int, list[int]]:
+        """Lengths of a group's prompt and of its responses."""
         chunk, index = divmod(position, CHUNK_SIZE)
-        return self._chunk(chunk)[1][index]
-
-    def _prompt_of(self, position: int) -> int:
-        """Length of a group's prompt."""
-        chunk, index = divmod(position, CHUNK_SIZE)
-        return self._chunk(chunk)[0][index]
+        prompts, responses = self._chunk(chunk)
+        return prompts[index], responses[index]
 
     def _draw_chunk(self, chunk: int) -> tuple[Sequence[int], list[list[int]]]:
         """Lengths of prompts and of responses of `CHUNK_SIZE` groups."""
@@ -443,8 +439,8 @@ class Simulator(EventQueue[Iterable[Event]]):
         engine = self._changing(action.engine)
         cache_key = (action.engine, action.version)
         for request_id in action.requests:
-            prompt = self._prompt_of(request_id.row)
-            length = self._lengths_of(request_id.row)[request_id.sibling]
+            prompt, lengths = self._lengths_of(request_id.row)
+            length = lengths[request_id.sibling]
             turn_length = -(-length // self.lengths.num_turns)
             cached_on = self._groups[request_id.group].cached_on
             if cache_key not in cached_on:
