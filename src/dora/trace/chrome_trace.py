@@ -12,7 +12,7 @@ import itertools
 import json
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any, NamedTuple, TextIO
@@ -43,9 +43,6 @@ OPEN_AT_END = "open at the end of the journal"
 FIRST_ENGINE_RANK = 100  # engines come below the other processes
 RUN, TRAINER, SCORING, VERSIONS = "run", "trainer", "reward workers", "versions in the weight store"
 
-TraceEvent = dict[str, Any]
-Emit = Callable[[TraceEvent], None]
-
 
 def main(run: Path, out: Path | None = None) -> str:
     """Write the trace of a run; returns a message about it. Raises InputError."""
@@ -64,25 +61,18 @@ def main(run: Path, out: Path | None = None) -> str:
 
 def write(journal: Journal, name: str, file: TextIO) -> tuple[int, int]:
     """Write the trace of a run called `name`; returns the numbers of trace events and of migrations."""
-    num_events = 0
-
-    def emit(event: TraceEvent) -> None:
-        nonlocal num_events
-        file.write((",\n" if num_events else "") + json.dumps(event))
-        num_events += 1
-
     about = {"run": name, "max_staleness": journal.limits.max_staleness}
     file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(about)}, "traceEvents": [\n')
-    num_migrations = emit_trace(journal, emit)
+    trace = _Trace(file)
+    num_migrations = _add_run(trace, journal)
     file.write("\n]}\n")
-    return num_events, num_migrations
+    return trace.num_events, num_migrations
 
 
-def emit_trace(journal: Journal, emit: Emit) -> int:
-    """Emit the trace events of a run; returns the number of migrations."""
+def _add_run(trace: _Trace, journal: Journal) -> int:
+    """Write the events of a run; returns the number of migrations."""
     spans = fold(journal.lines, breaks_c1=journal.limits.breaks_c1)
     end_s = journal.lines[-1].t_s if journal.lines else 0.0
-    trace = _Trace(emit)
     for rank, name in enumerate((RUN, TRAINER, SCORING, VERSIONS)):
         trace.add_process(name, rank)
     for number in sorted({span.engine for span in of_kind(spans, EngineSpan)}):
@@ -137,8 +127,9 @@ class Mark(NamedTuple):
 class _Trace:
     """Processes, tracks and lanes of a trace; times in seconds."""
 
-    def __init__(self, emit: Emit) -> None:
-        self._emit = emit
+    def __init__(self, file: TextIO) -> None:
+        self.num_events = 0
+        self._file = file
         self._ids = itertools.count(1)  # 0 would be the idle process
         self._pids: dict[str, int] = {}
         self._num_tracks: Counter[str] = Counter()  # of each process
@@ -235,6 +226,10 @@ class _Trace:
                 "args": args,
             }
         )
+
+    def _emit(self, event: Mapping[str, Any]) -> None:
+        self._file.write((",\n" if self.num_events else "") + json.dumps(event))
+        self.num_events += 1
 
     def _rank_of_track(self, process: str) -> int:
         self._num_tracks[process] += 1
