@@ -36,13 +36,7 @@ from dora.metrics.evaluation import VERSION_KEY, EvaluationTracker
 from dora.metrics.rollout import length_distribution
 from dora.metrics.writer import METRICS_FILE, read_metrics
 from dora.report import samples
-from dora.report.timeline import (
-    engines_to_json,
-    migrated_requests,
-    rows_to_json,
-    trainer_to_json,
-    trainer_waits,
-)
+from dora.report.timeline import engines_to_json, rows_to_json, trainer_to_json, trainer_waits
 
 NUM_SAMPLES = 400  # responses shown in full
 MAX_POINTS = 800  # of a curve
@@ -179,7 +173,9 @@ class RunReader:
         picked = samples.pick_groups(
             stored,
             max(1, self._num_samples // self._limits.group_size),
-            migrated=(request.group for request in migrated_requests(spans)),
+            migrated=(
+                span.request.group for span in spans if isinstance(span, RequestSpan) and span.migrated_to
+            ),
             waited_for=(wait.group for wait in waits if wait.group is not None),
         )
         self._decode = self._decode or samples.find_decoder(self._run, config)

@@ -61,8 +61,8 @@ def engines_to_json(spans: Sequence[Span], now: float) -> dict[str, Any]:
     started_s = min((engine.start_s for engine in shown), default=0.0)
     num_bins = max(60, min(1_200, MAX_BINS // max(1, len(shown))))
     bin_s = max(1e-3, (now - started_s) / num_bins)
-    ended = sorted(_ended_migrations(spans), key=lambda span: span.until(now))
-    migrations = [_describe_migration(span) for span in ended if span.failure is None]
+    ended = sorted(of_kind(spans, MigrationSpan), key=lambda span: span.until(now))
+    migrations = [_describe_migration(span) for span in ended if span.migrated is not None]
     return {
         "tracks": [
             {
@@ -86,18 +86,8 @@ def engines_to_json(spans: Sequence[Span], now: float) -> dict[str, Any]:
         "to": _ms(now),
         "migrations": migrations[-MAX_MIGRATIONS:],
         "num_migrations": len(migrations),
-        "num_failed_migrations": len(ended) - len(migrations),
+        "num_failed_migrations": sum(span.failure is not None for span in ended),
     }
-
-
-def migrated_requests(spans: Iterable[Span]) -> list[RequestId]:
-    """The requests that have migrated, in this order."""
-    return [span.action.request for span in _ended_migrations(spans) if span.failure is None]
-
-
-def _ended_migrations(spans: Iterable[Span]) -> list[MigrationSpan]:
-    ended = (span for span in spans if isinstance(span, MigrationSpan))
-    return [span for span in ended if span.migrated is not None or span.failure is not None]
 
 
 def _describe_load(load: LoadSpan) -> list[Any] | None:
