@@ -40,7 +40,7 @@ from dora.journal.timeline import (
 from dora.planner.costs import StepTimeTerms
 from dora.planner.fluid import FluidEngine
 from dora.planner.lengths import CHUNK_SIZE
-from dora.planner.simulator import Contention, SimulationResult, Simulator, SimulatorOptions
+from dora.planner.simulator import Contention, Simulator, SimulatorOptions
 
 Floats = NDArray[np.float64]
 Changes = Iterable[tuple[float, float]]  # (time, change) of a quantity
@@ -355,8 +355,11 @@ class RecordedLengths:
         return [0] * CHUNK_SIZE  # the fitted costs count the tokens of responses alone
 
 
-def forecast_run(run: RecordedRun, costs: FittedCosts) -> SimulationResult:
-    """Simulate a run with its limits, engines and lengths, but without any of its times."""
+def forecast_tokens_per_s(run: RecordedRun, costs: FittedCosts) -> float:
+    """Trained tokens per second, counted as in `RecordedRun.tokens_per_s`.
+
+    The run is simulated with its limits, engines and lengths, but without any of its times.
+    """
     joined = [engine.joined for engine in run.engines]
     engines = [FluidEngine(e.engine, costs, e.max_num_seqs, e.is_colocated) for e in joined]
     options = SimulatorOptions(
@@ -369,12 +372,8 @@ def forecast_run(run: RecordedRun, costs: FittedCosts) -> SimulationResult:
         version_slots=max(e.version_slots for e in joined),
     )
     limits = replace(run.limits, num_steps=len(run.trainings), evaluation=None, filter_groups=False)
-    return Simulator(Orchestrator(limits), engines, costs, RecordedLengths(run), limits, options).run()
-
-
-def forecast_tokens_per_s(run: RecordedRun, costs: FittedCosts) -> float:
-    """Trained tokens per second, counted as in `RecordedRun.tokens_per_s`."""
-    steps = forecast_run(run, costs).steps
+    simulator = Simulator(Orchestrator(limits), engines, costs, RecordedLengths(run), limits, options)
+    steps = simulator.run().steps
     return sum(step.num_response_tokens for step in steps[1:]) / (steps[-1].ended_s - steps[0].ended_s)
 
 
