@@ -18,7 +18,7 @@ from dora.planner.cluster import Deployment, Layout, Workload
 from dora.planner.hardware import DEVICES, MODELS, Efficiency
 from dora.planner.lengths import LengthDistribution
 from dora.planner.policies import DORA_ABLATIONS, POLICIES
-from dora.planner.simulator import Totals
+from dora.planner.simulator import Totals, mean_metrics
 
 H800 = DEVICES["H800"]
 LENGTHS = LengthDistribution(16_000, 1000.0, tail=1.2, prompt=100)
@@ -63,7 +63,10 @@ def test_means_of_single_steps_are_those_of_the_run_and_their_spread_is_beside_t
     num_engines, num_rows = len(deployment.engines), deployment.num_rows
     result = deployment.simulate()
     ends = [(0.0, Totals()), *((step.ended_s, step.totals) for step in result.steps[:-1])]
-    single = [step.metrics(*end, num_engines, num_rows) for step, end in zip(result.steps, ends, strict=True)]
+    single = [
+        mean_metrics([step], *end, num_engines, num_rows)
+        for step, end in zip(result.steps, ends, strict=True)
+    ]
     found, steady = result.metrics(num_engines, num_rows, 2), single[4:7]
     durations = [one["step_s"] for one in single]
     for name in ("engine_utilization", "row_utilization"):

@@ -100,25 +100,6 @@ class SimulatedStep:
     staleness: Counter[int]  # -> groups
     totals: Totals  # at its end
 
-    def metrics(self, started_s: float, before: Totals, num_engines: int, num_rows: int) -> Metrics:
-        """Of this step alone, by the names of `SimulationResult.metrics`.
-
-        The step before ended at `started_s`, with the totals `before`.
-        """
-        step_s, totals = self.ended_s - started_s, self.totals
-        return {
-            "step_s": step_s,
-            "tokens_per_s": self.num_response_tokens / step_s,
-            "total_tokens_per_s": self.num_tokens / step_s,
-            "exposed_fraction": 1 - self.train_s / step_s,
-            "staleness_mean": statistics.fmean(self.staleness, weights=self.staleness.values()),
-            "engine_utilization": (totals.decode_s - before.decode_s) / (step_s * num_engines),
-            "row_utilization": (totals.row_s - before.row_s) / (step_s * num_rows),
-            "migrations": totals.num_migrations - before.num_migrations,
-            "recomputed_tokens": totals.num_recomputed - before.num_recomputed,
-            "dropped_tokens": totals.num_dropped - before.num_dropped,
-        }
-
 
 @dataclass
 class SimulationResult(Totals):
@@ -143,49 +124,59 @@ class SimulationResult(Totals):
         full.
         """
         first, last = steady_steps(len(self.steps), max_staleness)
-        steps, num_steps = self.steps[first:last], len(self.steps)
-        elapsed_s = steps[-1].ended_s - self.steps[first - 1].ended_s
-        step_s, train_s = elapsed_s / len(steps), sum(step.train_s for step in steps) / len(steps)
-        staleness = sum((step.staleness for step in steps), Counter[int]())
-        end_s = self.steps[-1].ended_s
+        ends = [(0.0, Totals()), *((step.ended_s, step.totals) for step in self.steps)]
+        steady = mean_metrics(self.steps[first:last], *ends[first], num_engines, num_rows)
+        whole = mean_metrics(self.steps, *ends[0], num_engines, num_rows)
+        single = [
+            mean_metrics([step], *end, num_engines, num_rows)
+            for step, end in zip(self.steps, ends, strict=False)
+        ]
+        means = {name: (whole if name in WHOLE_RUN else steady)[name] for name in steady}
+        spreads = {
+            f"{name}_std": statistics.pstdev(
+                one[name] for one in (single if name in WHOLE_RUN else single[first:last])
+            )
+            for name in means
+        }
+        num_steps, end_s = len(self.steps), self.steps[-1].ended_s
         return {
-            "step_s": step_s,
-            "tokens_per_s": sum(step.num_response_tokens for step in steps) / elapsed_s,
-            "total_tokens_per_s": sum(step.num_tokens for step in steps) / elapsed_s,
-            "total_tokens_per_step": sum(step.num_tokens for step in steps) / len(steps),
-            "train_s": train_s,
-            "exposed_s": step_s - train_s,
-            "exposed_fraction": 1 - train_s / step_s,
-            "engine_utilization": self.decode_s / (end_s * num_engines),
-            "row_utilization": self.row_s / (end_s * num_rows),
+            **means,
+            "exposed_s": means["step_s"] - means["train_s"],
             "stall_fraction": self.stall_s / max(self.decode_s, 1e-9),
-            "staleness_mean": statistics.fmean(staleness, weights=staleness.values()),
-            "staleness_max": float(max(staleness)),
+            "staleness_max": float(max(max(step.staleness) for step in self.steps[first:last])),
             "versions": float(self.max_versions),
-            "migrations": self.num_migrations / num_steps,
             "migration_stop_s": self.migration_stop_s / num_steps,
             "migration_copy_fraction": self.migration_copy_s / (end_s * num_engines),
-            "recomputed_tokens": self.num_recomputed / num_steps,
-            "dropped_tokens": self.num_dropped / num_steps,
             "kv_usage_max": self.max_kv_usage,
             "loads": self.num_loads / num_steps,
             "load_fraction": self.load_s / (end_s * num_engines),
             "answer_s": self.answer_s / max(1, self.num_finished),
-            **self._spreads(first, last, num_engines, num_rows),
+            **spreads,
         }
 
-    def _spreads(self, first: int, last: int, num_engines: int, num_rows: int) -> Metrics:
-        """Standard deviations over the steps `first` to before `last`, or over all steps."""
-        ends = [(0.0, Totals()), *((step.ended_s, step.totals) for step in self.steps)]
-        single = [
-            step.metrics(*end, num_engines, num_rows) for step, end in zip(self.steps, ends, strict=False)
-        ]
-        return {
-            f"{name}_std": statistics.pstdev(
-                one[name] for one in (single if name in WHOLE_RUN else single[first:last])
-            )
-            for name in single[0]
-        }
+
+def mean_metrics(
+    steps: Sequence[SimulatedStep], started_s: float, before: Totals, num_engines: int, num_rows: int
+) -> Metrics:
+    """Means over consecutive steps. The step before them ended at `started_s`, with the totals `before`."""
+    num_steps, totals = len(steps), steps[-1].totals
+    elapsed_s, num_tokens = steps[-1].ended_s - started_s, sum(step.num_tokens for step in steps)
+    train_s = sum(step.train_s for step in steps)
+    staleness = sum((step.staleness for step in steps), Counter[int]())
+    return {
+        "step_s": elapsed_s / num_steps,
+        "tokens_per_s": sum(step.num_response_tokens for step in steps) / elapsed_s,
+        "total_tokens_per_s": num_tokens / elapsed_s,
+        "total_tokens_per_step": num_tokens / num_steps,
+        "train_s": train_s / num_steps,
+        "exposed_fraction": 1 - train_s / elapsed_s,
+        "staleness_mean": statistics.fmean(staleness, weights=staleness.values()),
+        "engine_utilization": (totals.decode_s - before.decode_s) / (elapsed_s * num_engines),
+        "row_utilization": (totals.row_s - before.row_s) / (elapsed_s * num_rows),
+        "migrations": (totals.num_migrations - before.num_migrations) / num_steps,
+        "recomputed_tokens": (totals.num_recomputed - before.num_recomputed) / num_steps,
+        "dropped_tokens": (totals.num_dropped - before.num_dropped) / num_steps,
+    }
 
 
 def steady_steps(num_steps: int, max_staleness: int) -> tuple[int, int]:
