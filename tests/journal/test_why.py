@@ -147,7 +147,7 @@ def test_the_last_sentence_of_an_unfinished_request_is_its_status(
 
 
 def test_a_group_is_printed_sibling_by_sibling(story_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert why.main(story_run, str(TRAINED)) == 0
+    why.main(story_run, str(TRAINED))
     printed = capsys.readouterr().out
     assert [line for line in printed.splitlines() if line.startswith("request")] == [
         "request 0/4/0",

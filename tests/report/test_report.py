@@ -12,6 +12,7 @@ from tests.journal.recorded_runs import record_run, world_config
 from tests.journal.story import FIRST, write_story
 
 from dora.audit import audit
+from dora.cli.main import app
 from dora.core.actions import Action, Generate
 from dora.core.events import EngineJoined, Event, Loaded, RequestFinished
 from dora.core.types import Limits, RequestId
@@ -22,7 +23,7 @@ from dora.journal.timeline import fold
 from dora.journal.writer import JournalWriter
 from dora.report import samples, timeline
 from dora.report.data import MAX_POINTS, RunReader, metric_columns, run_data
-from dora.report.page import main, render_page, render_payload
+from dora.report.page import render_page, render_payload, write_report
 from dora.stream.sample_db import SampleStore, Trajectory
 
 JsonObject = dict[str, Any]
@@ -249,7 +250,7 @@ def test_the_command_writes_one_file_for_several_runs(
     finished_run: Path, stopped_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "both.html"
-    assert main([finished_run, stopped_run], out) == 0
+    app(["report", f"{finished_run}", f"{stopped_run}", "--out", f"{out}"], standalone_mode=False)
     assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert str(out) in capsys.readouterr().out
     assert [path.name for path in out.parent.iterdir()] == ["both.html"]
@@ -258,7 +259,7 @@ def test_the_command_writes_one_file_for_several_runs(
 def test_an_output_that_cannot_be_written_is_named(finished_run: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="name a file with --out"):
-        main([finished_run], tmp_path / "file" / "report.html")
+        write_report([finished_run], tmp_path / "file" / "report.html")
 
 
 def test_a_run_with_many_failures_has_a_page(tmp_path: Path) -> None:

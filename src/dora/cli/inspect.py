@@ -59,9 +59,8 @@ def why(
     from dora.journal import why
     from dora.report.samples import print_response
 
-    code = why.main(run, request)
+    why.main(run, request)
     print_response(run, request)
-    raise typer.Exit(code)
 
 
 def samples(
@@ -81,7 +80,7 @@ def samples(
 
     if request is not None and last is not None:
         raise typer.BadParameter(f"--last {last} and {request} exclude each other")
-    raise typer.Exit(print_samples(run, request, last or (None if jsonl else 4), as_jsonl=jsonl))
+    print_samples(run, request, last or (None if jsonl else 4), as_jsonl=jsonl)
 
 
 def report(
@@ -94,9 +93,10 @@ def report(
     ] = 400,
 ) -> None:
     """Write a self-contained HTML report of runs: see docs/monitoring.md."""
-    from dora.report import page
+    from dora.report.page import write_report
 
-    raise typer.Exit(page.main(runs, out, samples))
+    path = write_report(runs, out, samples)
+    typer.echo(f"{path}  {path.stat().st_size / 1e6:.1f} MB, opens in any browser, needs no network")
 
 
 def trace(

@@ -48,7 +48,7 @@ History = list[tuple[float, str]]  # (seconds since the run started, what happen
 WAITING_FOR_ROW = "pending: waiting for a free row"
 
 
-def main(run: Path, name: str) -> int:
+def main(run: Path, name: str) -> None:
     """Print the history of the request `name`, or of each request of the group `name`."""
     journal = read_journal(run)
     requests = _parse_name(journal, run, name)
@@ -59,7 +59,6 @@ def main(run: Path, name: str) -> int:
         print(f"request {request}")
         for t_s, sentence in history:
             print(f"{t_s:10.3f} s  {sentence}")
-    return 0
 
 
 def request_histories(

@@ -1,4 +1,4 @@
-"""The HTML page: a template with style, scripts and the data of the runs, and the command that writes it."""
+"""The HTML page: a template with style, scripts and the data of the runs."""
 
 from __future__ import annotations
 
@@ -19,15 +19,11 @@ SCRIPTS = ("base", "charts", "lanes", "timeline", "samples", "sections", "main")
 REPORT_FILE = "report.html"
 
 
-def main(runs: Sequence[Path], out: Path | None, num_samples: int = NUM_SAMPLES) -> int:
-    """Write the report of runs and print its path. Raises InputError for a missing run or a bad `out`."""
-    path = write_report(runs, out, num_samples)
-    print(f"{path}  {path.stat().st_size / 1e6:.1f} MB, opens in any browser, needs no network")
-    return 0
-
-
 def write_report(runs: Sequence[Path], out: Path | None, num_samples: int = NUM_SAMPLES) -> Path:
-    """Write the report of runs, by default into the first one; returns its path. Raises as `main`."""
+    """Write the report of runs, by default into the first one; returns its path.
+
+    Raises InputError for a missing run or a bad `out`.
+    """
     text = render_page([run_data(run, num_samples) for run in runs])
     path = out or runs[0] / REPORT_FILE
     try:

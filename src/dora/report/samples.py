@@ -224,7 +224,7 @@ def find_decoder(run: Path, config: Mapping[str, Any]) -> Decode | None:
     return None
 
 
-def print_samples(run: Path, name: str | None, last: int | None, *, as_jsonl: bool) -> int:
+def print_samples(run: Path, name: str | None, last: int | None, *, as_jsonl: bool) -> None:
     """Print a group or a request by its `name`, or the `last` groups; None: all of them.
 
     JSONL has one response a line. Raises InputError.
@@ -242,7 +242,6 @@ def print_samples(run: Path, name: str | None, last: int | None, *, as_jsonl: bo
             group["responses"] = [r for r in group["responses"] if r["sibling"] == request[2]]
         objects = (json.dumps(response, ensure_ascii=False) for response in _responses(group))
         print("\n".join(objects if as_jsonl else _paragraphs(group)))
-    return 0
 
 
 def read_responses(run: Path, last: int | None) -> list[dict[str, Any]]:
