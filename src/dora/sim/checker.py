@@ -59,15 +59,11 @@ class Checker:
         self.fleet.before_event(event)
         self.evaluation.before_event()
         self._group_to_retry = None
-        self._follow(event)
+        self.check(event)
         self.inflight_updates.after_event(self.store)
 
-    def check(self, action: actions.Action) -> None:
-        """Check an action, before it is executed."""
-        self._follow(action)
-
-    def _follow(self, record: events.Event | actions.Action) -> None:
-        """Audit an event or action, and check what its type needs. Raises Violation."""
+    def check(self, record: events.Event | actions.Action) -> None:
+        """Audit an action before it is executed, or an event, and check what its type needs."""
         self.audit.observe(record)
         self._raise_findings()
         if (handler := _HANDLERS.get(type(record))) is not None:
@@ -76,10 +72,6 @@ class Checker:
     def _raise_findings(self) -> None:
         if self.audit.findings:
             raise Violation(self.audit.findings[0])
-
-    def check_idle(self) -> None:
-        """No request waits beside a free row that it could use. Costs a pass over all requests."""
-        self.fleet.check_idle(self.pins)
 
     def finish(self) -> None:
         """At the end of a run, every step is trained and every admitted group has an outcome."""

@@ -229,7 +229,7 @@ class FleetChecker:
     def check_idle(self, pins: Counter[int]) -> None:
         """No request waits while an engine with its version has a free row; no drained engine is kept.
 
-        `pins`: version -> unfinished requests.
+        `pins`: version -> unfinished requests. Costs a pass over all requests.
         """
         waiting = +pins
         for engine in self.engines.values():

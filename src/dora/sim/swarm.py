@@ -153,7 +153,7 @@ class _SimulatedRun:
         if not 0 <= state.num_kept_tokens == num_kept:
             raise Violation(f"the core counts {state.num_kept_tokens} kept tokens, the audit {num_kept}")
         self.marks.on_state(state)
-        self.checker.check_idle()
+        self.checker.fleet.check_idle(self.checker.pins)
         if not self.world.urgent_events:  # the ground truth is ahead of these
             self.checker.fleet.compare(self.world.truth)
 
