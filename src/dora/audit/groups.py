@@ -92,7 +92,7 @@ class GroupAudit:
         A run that gets more steps goes on and is closed again.
         """
         self.outcomes.clear()
-        trained = self._steps.trained_batches
+        trained = self._steps.batches[: self._steps.num_trained]
         is_trained = {group for batch in trained for group in batch}
         for group in self.admitted:
             outcome = "trained" if group in is_trained else self._outcome_of.get(group, "pending")

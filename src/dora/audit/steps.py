@@ -28,10 +28,6 @@ class StepAudit:
         """Whether a lost trainer has trained the next step before."""
         return self.num_trained < self._max_trained
 
-    @property
-    def trained_batches(self) -> list[tuple[GroupId, ...]]:
-        return self.batches[: self.num_trained]
-
     def observe(self, record: Event | Action) -> None:
         match record:
             case Train():

@@ -49,11 +49,6 @@ class Checker:
         self.num_committed = 0  # groups of the next step
         self._redo_until = 0  # version to publish again after a crash, before anything is admitted
 
-    @property
-    def max_staleness(self) -> int:
-        """Of a trained group."""
-        return max(self.groups.staleness, default=0)
-
     def observe(self, event: events.Event) -> None:
         """Follow an event, before the orchestrator handles it."""
         self.fleet.before_event(event)

@@ -99,10 +99,6 @@ class SimMigration:
     num_tokens: int = 0
     is_reported: bool = False
 
-    @property
-    def is_active(self) -> bool:
-        return self.stage in (MigrationStage.COPYING, MigrationStage.STOPPED)
-
 
 @dataclass(slots=True, eq=False)
 class SimEngine:

@@ -38,7 +38,7 @@ class WorldOutcome:
     verdict: str = "ok"
     num_events: int = 0
     num_actions: int = 0
-    max_staleness: int = 0
+    max_staleness: int = 0  # of a trained group
     coverage: Counter[str] = field(default_factory=Counter)
     record: list[tuple[float, Event, list[Action]]] = field(default_factory=list)
 
@@ -93,7 +93,7 @@ def run_world(seed: int, config: WorldConfig | None = None) -> WorldOutcome:
         run.outcome.verdict = f"{type(error).__name__}: {error}"
     except Deadlock as error:
         run.outcome.verdict = f"deadlock: {error}"
-    run.outcome.max_staleness = run.checker.max_staleness
+    run.outcome.max_staleness = max(run.checker.groups.staleness, default=0)
     run.outcome.coverage = run.marks.counts
     return run.outcome
 

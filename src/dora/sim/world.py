@@ -445,10 +445,10 @@ class SimMigrations:
         self._world.schedule(report_delay_s, self._report, migration)
 
     def end_all(self, engine: SimEngine) -> list[events.Event]:
-        """The outcomes of all migrations of a lost engine; those that are active have failed."""
+        """The outcomes of all migrations of a lost engine; those in progress have failed."""
         outcomes = []
         for migration in list(engine.migrations.values()):
-            if migration.is_active:
+            if migration.stage in (MigrationStage.COPYING, MigrationStage.STOPPED):
                 self._end(migration, MigrationStage.FAILED, f"engine {engine.id} is lost")
                 if migration.source.is_lost:
                     self._world.truth.owner.pop(migration.request.id, None)
