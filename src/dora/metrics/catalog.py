@@ -24,6 +24,10 @@ class MetricDoc(NamedTuple):
         """
         return any(_pattern(own).fullmatch(name) for own in self.names)
 
+    def has(self, word: str) -> bool:
+        """Whether the word is in a name or in the meaning."""
+        return word in ", ".join(self.names) or word in self.meaning or self.matches(word)
+
 
 class MetricSection(NamedTuple):
     """Metrics that are read together."""
@@ -56,26 +60,19 @@ def _read_sections() -> tuple[MetricSection, ...]:
 SECTIONS = _read_sections()
 
 
-def search(word: str) -> list[tuple[str, MetricDoc]]:
-    """(section title, metric) for every metric with `word` in a name or in its meaning."""
-    return [
-        (section.title, metric)
-        for section in SECTIONS
-        for metric in section.metrics
-        if word in ", ".join(metric.names) or word in metric.meaning or metric.matches(word)
-    ]
-
-
 def format_listing(word: str) -> str:
-    """The output of `dora metrics`. Raises InputError if no metric has the word."""
-    lines, last = list[str](), ""
-    for title, metric in search(word):
-        if title != last:
-            lines += ["", title, ""]
-        last = title
-        unit = f" ({metric.unit})" if metric.unit else ""
-        only = f"; only {metric.only}" if metric.only else ""
-        lines += [f"  {', '.join(metric.names)}{unit}", f"      {metric.meaning}{only}"]
+    """The output of `dora metrics`: metrics with `word` in a name or in their meaning, by section.
+
+    Raises InputError if there is none.
+    """
+    lines: list[str] = []
+    for section in SECTIONS:
+        found = [metric for metric in section.metrics if metric.has(word)]
+        lines += ["", section.title, ""] if found else []
+        for metric in found:
+            unit = f" ({metric.unit})" if metric.unit else ""
+            only = f"; only {metric.only}" if metric.only else ""
+            lines += [f"  {', '.join(metric.names)}{unit}", f"      {metric.meaning}{only}"]
     if not lines:
         raise InputError(
             f"no metric has {word!r} in its name or its meaning; `dora metrics` without a word prints all"
