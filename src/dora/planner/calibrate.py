@@ -114,7 +114,8 @@ def read_run(
             num_tokens = sum(groups[group].num_tokens for group in span.groups)
             early_s = max(0.0, update_s.get(span.number, 0.0) - span.duration_s)
             trainings.append(TrainingSpan(span.start_s, span.until(span.start_s), num_tokens, early_s))
-    engines, durations_s = of_kind(spans, EngineSpan), _durations_s(spans)
+    engines = sorted(of_kind(spans, EngineSpan), key=lambda engine: engine.ordinal)
+    durations_s = _durations_s(spans)
     return RecordedRun(limits, update_s, min_stream_tokens, engines, groups, requests, trainings, durations_s)
 
 

@@ -66,7 +66,7 @@ class SimulatorOptions:
     once.
     """
 
-    min_stream_tokens: int | None = None  # of an incomplete batch, for the trainer to start on it; or never
+    min_stream_tokens: int | None = None  # of an incomplete batch at which the trainer starts; None: never
     recomputes_kv: bool = False  # of running requests, when they continue with new weights
     migrates_kv: bool = True  # else the KV of migrated requests is computed again
     switch_s: float = 0.0  # a device switches between training and decoding

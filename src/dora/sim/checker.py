@@ -58,7 +58,10 @@ class Checker:
         self.inflight_updates.after_event(self.store)
 
     def check(self, record: events.Event | actions.Action) -> None:
-        """Audit an action before it is executed, or an event, and check what its type needs."""
+        """Audit an action before it is executed, and check what its type needs. Raises Violation.
+
+        Events go through `observe`.
+        """
         self.audit.observe(record)
         self._raise_findings()
         if (handler := _HANDLERS.get(type(record))) is not None:
