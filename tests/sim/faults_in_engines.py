@@ -54,6 +54,15 @@ add_fault(
 )
 
 
+@replaces("is removed with its requests", weight_sync, "remove_drained_engines")
+def a_drained_engine_is_removed_during_its_migrations(original: Function, state: State) -> Any:
+    migrations, state.migrations = state.migrations, {}
+    try:
+        return original(state)
+    finally:
+        state.migrations = migrations
+
+
 @replaces("slots", weight_sync, "_load_into_slot")
 def slots_are_not_counted(original: Function, state: State, engine: EngineRecord, version: int) -> Any:
     slots, engine.num_slots = engine.num_slots, 1000

@@ -20,6 +20,7 @@ NUM_SEEDS = 300
 MAX_EVENTS = 5_000
 # They detect what few worlds detect; without them the test only takes longer.
 RARE_SEEDS = {
+    "a_drained_engine_is_removed_during_its_migrations": (668,),
     "a_finished_request_needs_no_decision": (43,),
     "a_request_that_migrated_during_its_abort_is_not_aborted_again": (138,),
     "a_snapshot_forgets_num_fetching": (57,),
