@@ -114,11 +114,12 @@ def load_slots(load_model: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def _check_ties(runner: Any) -> None:
     """Raises RuntimeError for a model with tied embeddings whose head SGLang leaves at zero."""
-    head: Any = getattr(runner.model, "lm_head", None)
     is_tied = getattr(runner.model_config.hf_text_config, "tie_word_embeddings", False)
-    if not is_tied or not hasattr(head, "weight"):
+    head: Any = getattr(runner.model, "lm_head", None)
+    embedding = getattr(runner.model, "get_input_embeddings", lambda: None)()
+    if not is_tied or not hasattr(head, "weight") or not hasattr(embedding, "weight"):
         return
-    if head.weight.data_ptr() != runner.model.get_input_embeddings().weight.data_ptr():
+    if head.weight.data_ptr() != embedding.weight.data_ptr():
         raise RuntimeError(
             f"SGLang does not tie the embeddings of {type(runner.model).__name__}: save the model with "
             "tie_word_embeddings = false and lm_head.weight, or use another engine.backend"
