@@ -27,7 +27,6 @@ MADE_BY = {
     "sglang_fleet": "vllm_fleet",
     "sglang_lora": "vllm_lora",
     "sglang_server": "vllm_server",
-    "vllm_versions": "vllm_server",
 }  # results of a script with another name
 
 

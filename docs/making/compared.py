@@ -104,8 +104,7 @@ OF_POLICIES_VLLM = tuple(
 
 def versions(server: str) -> str:
     """Tokens per second and memory of a server, by slots and versions that generate."""
-    file = "vllm_versions" if server == "vllm" else f"{server}_server"
-    measured = [row for row in rows(file) if "versions" in row]
+    measured = [row for row in rows(f"{server}_server") if "versions" in row]
     lines = []
     for row in measured:
         (alone,) = (r for r in measured if (r["model"], r["slots"]) == (row["model"], 1))

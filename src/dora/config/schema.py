@@ -490,8 +490,8 @@ class EngineSection(Section):
     kv_transfer: Literal["auto", "shared", "staged", "ipc", "none"] = "auto"
     """How the KV of a migrating request reaches another engine. shared: from the first one's KV cache, on the
     CPU; staged: through host memory; ipc: from the first one's GPU (CUDA IPC), on one machine; none: it is
-    computed again. auto: shared on the CPU, staged on a GPU. Between vLLM servers KV moves through files in
-    memory or over NIXL (docs/vllm.md), between SGLang servers through files; with none it is computed again.
+    computed again. auto: shared on the CPU, staged on a GPU. Between vLLM or SGLang servers KV moves through
+    files in memory or over NIXL (docs/vllm.md, docs/sglang.md); with none it is computed again.
     """
     kernels: Literal["auto", "numba", "eager"] = "auto"
     """CPU kernels. numba: compiled; eager: plain torch; auto: numba where it works."""
