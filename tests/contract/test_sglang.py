@@ -87,7 +87,10 @@ def test_a_response_has_the_experts_of_its_tokens(make: Make) -> None:
     request = make_request(0, max_tokens=40)
     num_tokens = len(request.prompt_ids) + 40 - 1
     engine = make_with_routes(make, routes=routes_of(num_tokens + 1))
-    engine.submit([request])
+    start = PartialOutput(
+        np.ones(2, np.int64), np.zeros((2, 3), np.float32), (Chunk(0, engine.versions[0], 2),)
+    )
+    engine.submit([request], {request.id: start})
     (answer,) = run(engine)
     expected = [[[4 * token + 2, 4 * token + 3]] for token in range(num_tokens)]
     assert answer.routes is not None

@@ -429,8 +429,9 @@ class HttpEngine(ABC):
 
     def _add(self, request: Request, output: PartialOutput | None) -> None:
         """Let a request wait for a row or, after a whole turn, for its observation."""
-        digest = self._digests[request.version]
-        if output is None or self._inflight_update is not None or not can_continue(request, output, digest):
+        digest, is_fixed = self._digests[request.version], self._inflight_update is None
+        may_continue = is_fixed and not self._returns_routes  # else it starts again
+        if output is None or not may_continue or not can_continue(request, output, digest):
             self._waiting[request.id] = ServerRequest(request)
             return
         continued = _continued(request, output)

@@ -44,6 +44,7 @@ from dora.engine.backends.server_plugins.dora_sglang import (
     LOADED_KEY,
     PART_KEY,
     PROTOCOL,
+    ROUTES_FLAG,
     SLOTS_VARIABLE,
     TOKEN_VARIABLE,
 )
@@ -74,7 +75,6 @@ CPU_FLAGS = (
     "--sleep-on-idle",  # else it spins without requests, too
 )
 CPU_ALIGNMENT = 32
-ROUTES_FLAG = "--enable-return-routed-experts"
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1"}
 
 

@@ -67,15 +67,17 @@ class RayHead:
     def call(self, call: Callable[[], T]) -> T:
         """Make a call of Ray in a daemon thread. Raises RunError once the head is lost."""
         called = _in_daemon_thread(call)
-        while True:
-            with contextlib.suppress(TimeoutError):
-                called.exception(HEAD_POLL_S)  # does not raise that of the call
-                return called.result()
-            if not self.is_reachable:
+        while not called.done():
+            with contextlib.suppress(
+                TimeoutError
+            ):  # of this wait: the call's own exception is not raised here
+                called.exception(HEAD_POLL_S)
+            if not (called.done() or self.is_reachable):
                 raise RunError(
                     f"the head of the Ray cluster at {self.address} is lost; check `ray status`, and resume "
                     "with dora train --resume on a healthy cluster"
                 )
+        return called.result()
 
 
 def wait_with_notice(wait: Callable[[float], bool], timeout_s: float, notify: Callable[[], None]) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 TOKEN_VARIABLE = "DORA_SGLANG_TOKEN"
 SLOTS_VARIABLE = "DORA_SGLANG_VERSION_SLOTS"
 KV_CONNECTOR_VARIABLE = "DORA_SGLANG_KV_CONNECTOR"  # "nixl"; else KV goes into files
+ROUTES_FLAG = "--enable-return-routed-experts"
 SLOTS_FLAGS = ("--disable-overlap-schedule", "--disable-cuda-graph")  # a graph is of one model
 # In the manifest of a load.
 LOADED_KEY = "dora_loaded"  # labels of the versions that stay
@@ -93,7 +94,7 @@ def patch_scheduler() -> None:
     scheduler.Scheduler = own.VersionScheduler
     ModelConfig._get_hf_eos_token_id = lambda self: set()  # of generation_config.json, too
     decode_single_tokens()
-    if "--enable-lora" in sys.argv or "--enable-return-routed-experts" in sys.argv:
+    if "--enable-lora" in sys.argv or ROUTES_FLAG in sys.argv:
         pin_no_memory_without_accelerator()
 
 

@@ -116,7 +116,7 @@ def _check_ties(runner: Any) -> None:
     """Raises RuntimeError for a model with tied embeddings whose head SGLang leaves at zero."""
     is_tied = getattr(runner.model_config.hf_text_config, "tie_word_embeddings", False)
     head: Any = getattr(runner.model, "lm_head", None)
-    embedding = getattr(runner.model, "get_input_embeddings", lambda: None)()
+    embedding: Any = getattr(runner.model, "get_input_embeddings", lambda: None)()
     if not is_tied or not hasattr(head, "weight") or not hasattr(embedding, "weight"):
         return
     if head.weight.data_ptr() != embedding.weight.data_ptr():
