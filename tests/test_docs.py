@@ -123,7 +123,7 @@ def test_the_figures_of_the_readme_are_the_committed_ones() -> None:
     same = [ratios("peers_async")[f"samples_per_s_dora_one_version_vs_trl_s{bound}"] for bound in (2, 4)]
     expected = [
         f"{speed['dora_vs_sync']:.2f} times the tokens/s of synchronous training",
-        f"{min(mixed):.2f} to {max(mixed):.2f} times theirs",
+        f"{min(mixed):.2f} to {max(mixed):.2f} times the throughput",
         f"{accuracy:.1f} ± {half:.1f} points",
         f"{faults['injected']:.0f} injected faults",
         f"lost, doubled or mixed {faults['lost'] + faults['doubled'] + faults['mixed']:.0f} samples",

@@ -565,9 +565,9 @@ class OrchestratorSection(Section):
     (count).
     """
     placement: Literal["dynamic", "static", "colocated"] = "dynamic"
-    """dynamic: engines change versions and requests migrate between engines, with their KV cache between CPU
-    engines, else prefilled again; static: neither does; colocated: dynamic, and engines pause while the
-    trainer uses their device.
+    """dynamic: engines change versions and requests migrate between engines, with their KV cache where
+    engine.kv_transfer allows it, else prefilled again; static: neither does; colocated: dynamic, and engines
+    pause while the trainer uses their device.
     """
     weight_sync_interval: Count = 1
     """n: engines load every n-th version, and another version only if the bound requires it (versions). Only

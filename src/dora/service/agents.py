@@ -112,7 +112,7 @@ async def get_session(session: SessionName, run: Run) -> SessionInfo:
 
 @router.delete("/sessions/{session}")
 async def abandon_session(session: SessionName, run: Run) -> SessionEnd:
-    """The agent cannot continue: the group fails, unless the session has no turn yet."""
+    """The agent cannot continue. The run repeats an episode that has a turn up to `env.max_retries` times."""
     return await run(lambda context: _session_end(agent_sessions(context).abandon(session)))
 
 

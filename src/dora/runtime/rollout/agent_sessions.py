@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dora.config.schema import BREAKS_C1, Config
+from dora.config.schema import Config
 from dora.core.types import Branch, RequestId
 from dora.data.tool_calls import ParsedTurn, Tool, ToolCall
 from dora.envs.episode import (
@@ -526,11 +526,10 @@ def _contains(token_ids: Sequence[int], part: Sequence[int]) -> bool:
 
 def _why_no_branches(config: Config) -> str:
     """Why a run cannot train on branches; empty if it can."""
-    algorithm, policy = config.algorithm, config.orchestrator.update_policy
+    algorithm = config.algorithm
     settings = {
         "trainer.routing_replay = true": config.trainer.routing_replay,
         'algorithm.adv_estimator = "gae"': algorithm.adv_estimator == "gae",
         'algorithm.policy_loss = "online_dpo"': algorithm.policy_loss == "online_dpo",
-        f"orchestrator.update_policy = {policy!r}": policy in BREAKS_C1,
     }
     return next((f"the run has {name}" for name, is_set in settings.items() if is_set), "")
