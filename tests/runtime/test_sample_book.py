@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,24 @@ def samples(tmp_path: Path) -> Iterator[SampleStore]:
 @pytest.fixture
 def book(task: Path, tmp_path: Path, samples: SampleStore) -> SampleBook:
     return SampleBook(RunSetup.make(load.read_config(task), tmp_path), samples)
+
+
+def test_observations_count_towards_the_length_of_the_overlong_penalty(
+    task: Path, tmp_path: Path, samples: SampleStore
+) -> None:
+    """Of at most 24 tokens the last 20 cost up to 1: ten of these for the second episode."""
+    settings = ["algorithm.adv_estimator=dr_grpo", "algorithm.overlong_buffer_tokens=20"]
+    book = SampleBook(RunSetup.make(load.read_config(task, settings), tmp_path), samples)
+    for sibling, num_observed in enumerate((0, 12)):
+        logprobs = [-1.0, *[math.nan] * num_observed, -2.0]
+        chunks = (Chunk(0, "digest", len(logprobs)),)
+        request = RequestId(*GROUP, sibling)
+        completion = completion_of(request, [5] * len(logprobs), logprobs, chunks)
+        assert [*book.events_from(0, RequestsCompleted([completion], NO_USAGE))]
+    book.record_scores(GroupScored(GROUP, (1.0, 1.0)))
+    samples.commit()
+    advantages = query(tmp_path, "select advantage from samples order by sibling")
+    assert advantages == [(pytest.approx(0.25),), (pytest.approx(-0.25),)]
 
 
 def finish(book: SampleBook, sibling: int, group: GroupId = GROUP) -> None:

@@ -115,7 +115,8 @@ def test_a_group_gets_advantages_alone_if_the_estimator_needs_no_more() -> None:
 def test_an_estimator_that_needs_the_batch_gives_a_group_no_advantages(estimator: AdvEstimator) -> None:
     settings = AdvantageSettings(estimator)
     assert settings.group_advantages(REWARDS[0], LENGTHS[0]) == [None, None]
-    assert settings.batch_advantages(REWARDS, LENGTHS) == compute_advantages(estimator, REWARDS, LENGTHS)
+    expected = compute_advantages(estimator, REWARDS, LENGTHS)
+    assert settings.batch_advantages(REWARDS, LENGTHS, LENGTHS) == expected
 
 
 def test_paired_settings_select_the_best_and_the_worst_of_a_group() -> None:
@@ -127,7 +128,7 @@ def test_paired_settings_select_the_best_and_the_worst_of_a_group() -> None:
 def test_overlong_responses_lose_reward_before_advantages_are_computed() -> None:
     settings = AdvantageSettings("dr_grpo", max_tokens=10, overlong_buffer_tokens=4, overlong_penalty=2.0)
     expected = [dr_grpo_advantages([1.0, -1.5]), dr_grpo_advantages([-1.5, 0.5])]
-    assert settings.batch_advantages(REWARDS, LENGTHS) == expected
+    assert settings.batch_advantages(REWARDS, LENGTHS, LENGTHS) == expected
     assert settings.group_advantages(REWARDS[1], LENGTHS[1]) == [-1.0, 1.0]
 
 

@@ -45,11 +45,6 @@ class AuditedSample(NamedTuple):
     task_rewards: str | None  # JSON
     payload_digest: str
 
-    @property
-    def num_sampled(self) -> int:
-        """Tokens that the policy generated."""
-        return int(self.loss_mask.sum()) if len(self.loss_mask) else len(self.token_ids)
-
 
 def read_stored_samples(run: Path) -> Iterator[AuditedSample]:
     """All rows of the sample store, group by group. Raises InputError."""
@@ -220,7 +215,8 @@ class SampleAudit:
             return
         expected: Sequence[float | None] = [None] * len(rows)
         if not group.startswith("-"):  # a held-out prompt has no advantages
-            expected = config.advantage_settings.group_advantages(rewards, [row.num_sampled for row in rows])
+            lengths = [len(row.token_ids) for row in rows]
+            expected = config.advantage_settings.group_advantages(rewards, lengths)
         for row, advantage in zip(rows, expected, strict=True):
             self._check(
                 _is_close(row.advantage, advantage),

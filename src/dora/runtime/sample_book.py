@@ -181,16 +181,11 @@ class SampleBook:
             state = f"failed: {event.reason}" if isinstance(event, events.ScoringFailed) else "evaluated"
             samples.set_state([group], state)
         elif isinstance(event, events.GroupScored):
-            num_tokens = self._num_tokens(group, len(event.rewards))
-            advantages = self._setup.config.advantage_settings.group_advantages(event.rewards, num_tokens)
+            settings = self._setup.config.advantage_settings
+            has_penalty = settings.overlong_buffer_tokens > 0  # else no advantage depends on a length
+            lengths = samples.response_lengths(group) if has_penalty else [0] * len(event.rewards)
+            advantages = settings.group_advantages(event.rewards, lengths)
             samples.score(group, event.rewards, advantages, task_rewards)
-
-    def _num_tokens(self, group: GroupId, num_siblings: int) -> list[int]:
-        """Number of tokens that the policy generated, in sibling order."""
-        siblings = self.num_tokens.get(group, {})
-        if len(siblings) < num_siblings:  # a resumed run repairs the scores of a group that is not kept here
-            return self._samples.num_generated(group)
-        return [siblings[sibling] for sibling in range(num_siblings)]
 
     # training, and groups that are not trained
 

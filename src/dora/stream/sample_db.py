@@ -301,12 +301,12 @@ class SampleStore:
             (str(group),),
         )
 
-    def num_generated(self, group: GroupId) -> list[int]:
-        """Number of response tokens that the policy generated, in sibling order."""
+    def response_lengths(self, group: GroupId) -> list[int]:
+        """Number of tokens of each response, observations included, in sibling order."""
         rows = self._db.execute(
-            "select token_ids, loss_mask from samples where group_id = ? order by sibling", (str(group),)
+            "select token_ids from samples where group_id = ? order by sibling", (str(group),)
         )
-        return [len(_ids(response)) if mask is None else sum(mask) for response, mask in rows]
+        return [len(_ids(response)) for (response,) in rows]
 
     def num_observed(self) -> dict[RequestId, int]:
         """Number of response tokens that are observations, of every episode."""

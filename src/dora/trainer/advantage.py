@@ -20,12 +20,13 @@ Rewards = Sequence[float]
 
 @dataclass(frozen=True)
 class AdvantageSettings:
-    """How a run turns rewards into advantages; lengths are in tokens.
+    """How a run turns rewards into advantages.
 
-    A response that uses the last `overlong_buffer_tokens` of `max_tokens` first loses up to
-    `overlong_penalty` of its reward (DAPO's soft overlong punishment); 0 leaves the rewards alone. With
-    `is_paired`, the best response of a group has advantage 1 and the worst -1, whatever the estimator. With
-    teachers, `teacher_coef` > 0, each token has an advantage of its own (`with_teachers`).
+    `lengths` (tokens) are those of whole responses, with observations, as `max_tokens` limits them. A
+    response that uses the last `overlong_buffer_tokens` of `max_tokens` first loses up to `overlong_penalty`
+    of its reward (DAPO's soft overlong punishment); 0 leaves the rewards alone. With `is_paired`, the best
+    response of a group has advantage 1 and the worst -1, whatever the estimator. With teachers,
+    `teacher_coef` > 0, each token has an advantage of its own (`with_teachers`).
     """
 
     adv_estimator: AdvEstimator = "grpo"
@@ -41,26 +42,29 @@ class AdvantageSettings:
         """Whether an advantage depends on all rewards of a batch."""
         return ADVANTAGE_SCOPE[self.adv_estimator] == "batch" and not self.is_paired
 
-    def group_advantages(self, rewards: Rewards, num_tokens: Sequence[int]) -> Sequence[float | None]:
+    def group_advantages(self, rewards: Rewards, lengths: Sequence[int]) -> Sequence[float | None]:
         """Advantages of one group's responses; None for each if the estimator needs the whole batch."""
         if self.needs_batch:
             return [None] * len(rewards)
-        return self.batch_advantages([rewards], [num_tokens])[0]
+        return self.batch_advantages([rewards], [lengths], [lengths])[0]
 
     def batch_advantages(
-        self, rewards: Sequence[Rewards], num_tokens: Sequence[Sequence[int]]
+        self,
+        rewards: Sequence[Rewards],
+        lengths: Sequence[Sequence[int]],
+        num_tokens: Sequence[Sequence[int]],
     ) -> list[list[float]]:
-        """Advantages of a batch, group by group; `num_tokens` are the response lengths."""
-        shaped = self.shape_rewards(rewards, num_tokens)
+        """Advantages of a batch, group by group; `num_tokens` are the tokens of each response in the loss."""
+        shaped = self.shape_rewards(rewards, lengths)
         if self.is_paired:
             return [preference_pair(group) for group in shaped]
         return compute_advantages(self.adv_estimator, shaped, num_tokens)
 
     def shape_rewards(
-        self, rewards: Sequence[Rewards], num_tokens: Sequence[Sequence[int]]
+        self, rewards: Sequence[Rewards], lengths: Sequence[Sequence[int]]
     ) -> list[list[float]]:
         """Rewards of a batch after the overlong penalty, group by group; a critic learns to predict these."""
-        return [list(map(self._shape, *group)) for group in zip(rewards, num_tokens, strict=True)]
+        return [list(map(self._shape, *group)) for group in zip(rewards, lengths, strict=True)]
 
     def with_teachers(self, advantage: float, logprobs: Rewards, teacher_logprobs: Rewards) -> list[float]:
         """Advantages of a response's tokens: teacher_coef (log teacher - log policy) + reward_coef advantage.
@@ -72,11 +76,11 @@ class AdvantageSettings:
         pairs = zip(teacher_logprobs, logprobs, strict=True)
         return [self.teacher_coef * (theirs - own) + self.reward_coef * advantage for theirs, own in pairs]
 
-    def _shape(self, reward: float, num_tokens: int) -> float:
+    def _shape(self, reward: float, length: int) -> float:
         if not self.overlong_buffer_tokens:
             return reward
         bounds = self.max_tokens, self.overlong_buffer_tokens, self.overlong_penalty
-        return reward + overlong_penalty(num_tokens, *bounds)
+        return reward + overlong_penalty(length, *bounds)
 
 
 def invalid_rewards_reason(rewards: Rewards) -> str:

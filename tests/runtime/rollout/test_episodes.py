@@ -230,7 +230,7 @@ def test_rewards_of_episodes_are_stored_with_the_samples_and_score_the_group(dri
     driver.samples.commit()
     found = driver.samples.finished(GROUP)
     assert [(sample.reward, sample.is_scored) for sample in found] == [(0.5, False), (1.5, False)]
-    assert driver.samples.num_generated(GROUP) == [2, 2]
+    assert driver.samples.response_lengths(GROUP) == [3, 3]
     assert driver.samples.num_observed() == {FIRST: 1, SECOND: 1}
     resumed = SampleBook(driver.setup, driver.samples)
     resumed.restore_group(GROUP, False, found, 2)

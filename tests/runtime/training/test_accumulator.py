@@ -241,6 +241,25 @@ def test_a_critic_gets_the_stored_rewards_with_the_overlong_penalty() -> None:
     assert metrics["critic/returns/mean"] == pytest.approx((3 * 1.0 - 5 * 0.25) / 8)
 
 
+def episodes(group: GroupId) -> list[StoredSample]:
+    """`stored`, whose second sample ends with two tokens of an environment."""
+    short, long = stored(group)
+    mask = np.array([1, 1, 1, 0, 0], np.uint8)
+    return [short, long._replace(loss_mask=mask, logprobs=long.logprobs[:3])]
+
+
+def test_observations_count_towards_the_overlong_penalty_and_have_no_weight_in_means() -> None:
+    settings = AdvantageSettings("reinforce_plus_plus", max_tokens=6, overlong_buffer_tokens=2)
+    trainer = Trainer(MODEL, initial_weights(MODEL, seed=0), SETTINGS)
+    Accumulator(trainer, episodes, {0: "digest"}.get, settings, False).train(0, FIRST)
+    made = compute_advantages("reinforce_plus_plus", [[1.0, 0.25 - 0.5]] * 4, [(3, 3)] * 4)
+    flat = [advantage for group in made for advantage in group]
+    reference = Trainer(MODEL, initial_weights(MODEL, seed=0), SETTINGS)
+    batch = [to_sample(s) for group in sorted(FIRST) for s in episodes(group)]
+    reference.step([replace(s, advantage=a) for s, a in zip(batch, flat, strict=True)])
+    assert torch.equal(trainer.flat, reference.flat)
+
+
 def test_a_failed_step_with_a_critic_can_be_repeated() -> None:
     worker, undisturbed = (
         AccumulatingTrainer(AdvantageSettings("gae"), streams_gradients=False, critic=critic())

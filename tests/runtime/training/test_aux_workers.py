@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.runtime.tiny import MODEL
-from tests.runtime.training.test_accumulator import SETTINGS, stored
+from tests.runtime.training.test_accumulator import SETTINGS, episodes, stored
 
 from dora.core.types import GroupId
 from dora.errors import RunError
@@ -125,6 +125,18 @@ def test_a_critic_predicts_values_of_committed_groups_and_is_updated_with_the_ba
     assert numbers(stream.filled[GROUPS[2]]) == [
         s.values for s in reference.predict_values(samples(GROUPS[2]))
     ]
+
+
+def test_observations_count_towards_the_overlong_penalty_of_a_critic(tmp_path: Path) -> None:
+    class Episodes(Stream):
+        def read_group(self, group: GroupId) -> list[StoredSample]:
+            return episodes(group)
+
+    settings = AdvantageSettings("gae", max_tokens=6, overlong_buffer_tokens=2)
+    worker, reference = CriticWorker(Episodes(), critic(), settings.shape_rewards, tmp_path), critic()
+    (reply,) = send(worker, AccumulateGroup(0, GROUPS[0]), TrainStep(0, GROUPS[:1]))
+    reference.compute_advantages([to_sample(s) for s in episodes(GROUPS[0])], [1.0, 0.25 - 0.5])
+    assert reply.metrics == reference.update(0)  # type: ignore[attr-defined]
 
 
 def test_a_repeated_step_updates_the_critic_once(tmp_path: Path) -> None:

@@ -117,13 +117,14 @@ class Accumulator:
         """Add a whole batch at once, so that its micro-batches have similar sizes."""
         batch = [self._read_group(group) for group in groups]
         rewards = [[s.reward for s in group] for group in batch]
-        num_tokens = [[len(s.logprobs) for s in group] for group in batch]
-        shaped = self._advantage_settings.shape_rewards(rewards, num_tokens)
+        lengths = [[len(s.token_ids) for s in group] for group in batch]
+        shaped = self._advantage_settings.shape_rewards(rewards, lengths)
         advantages: Sequence[Sequence[float | None]] = [[s.advantage for s in group] for group in batch]
         if self._compute_advantages is not None:
             advantages = shaped  # placeholders, replaced below
         elif self._advantage_settings.needs_batch:
-            advantages = self._advantage_settings.batch_advantages(rewards, num_tokens)
+            num_tokens = [[len(s.logprobs) for s in group] for group in batch]
+            advantages = self._advantage_settings.batch_advantages(rewards, lengths, num_tokens)
         samples = [
             sample
             for group, group_advantages in zip(batch, advantages, strict=True)

@@ -173,7 +173,7 @@ class CriticWorker(ColumnWorker):
         predicted = [self._predicted.pop(group) for group in sorted(groups)]
         rewards = self._shape_rewards(
             [rewards for _, rewards in predicted],
-            [[s.num_loss_tokens for s in samples] for samples, _ in predicted],
+            [[len(s.token_ids) for s in samples] for samples, _ in predicted],
         )
         self._critic.compute_advantages(
             [s for samples, _ in predicted for s in samples],
