@@ -57,7 +57,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "dora.model",
         "dora.weights",
     ),
-    "dora.trainer": ("dora.core.types", "dora.errors", "dora.model", "dora.openai_server"),
+    "dora.trainer": ("dora.core.types", "dora.errors", "dora.loading", "dora.model", "dora.openai_server"),
     "dora.journal": ("dora.core", "dora.errors", "dora.text"),
     "dora.audit": (
         "dora.core",

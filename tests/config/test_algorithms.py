@@ -26,6 +26,19 @@ def test_a_clipped_loss_may_train_stale_samples(file: Path, loss: str) -> None:
     assert config.algorithm.policy_loss == loss.split()[0]
 
 
+def test_functions_of_ones_own_are_a_loss_and_an_estimator(file: Path) -> None:
+    """Their files are beside the configuration's. All settings of losses reach the function."""
+    (file.parent / "own.py").touch()
+    functions = "policy_loss = 'own.py:loss'\nadv_estimator = 'own:advantages'"
+    settings = "clip_ratio_c = 2.0\ndpo_beta = 0.2"
+    file.write_text(f"{file.read_text()}\n[algorithm]\n{functions}\n{settings}\n")
+    algorithm = read_config(file, ["sampling.group_size=1"]).algorithm
+    assert algorithm.policy_loss == f"{file.parent.resolve()}/own.py:loss"
+    assert algorithm.adv_estimator == "own:advantages"
+    assert "own.py does not exist" in error_of(file, "algorithm.policy_loss=nowhere/own.py:loss")
+    assert 'or a function, "file.py:function"' in error_of(file, "algorithm.policy_loss=pp_clip")
+
+
 def test_an_unclipped_loss_on_stale_samples_is_refused_with_reason_and_remedy(file: Path) -> None:
     loss = "algorithm.policy_loss=reinforce"
     message = error_of(file, loss)

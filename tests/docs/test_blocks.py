@@ -29,8 +29,12 @@ reward.function = "reward.py:reward"
 trainer = {batch_size = 8, lr = 3e-4}
 """
 )
-OF_PYTHON = {"README.md", "docs/quickstart.md", "docs/data.md", "docs/engine.md", "docs/environments.md"} | {
-    f"docs/{page}.md" for page in ("backends", "stream", "external-trainer", "service", "python-api")
+OF_PYTHON = {"README.md"} | {
+    f"docs/{page}.md"
+    for page in (
+        *("quickstart", "algorithms", "data", "engine", "environments", "backends", "stream"),
+        *("external-trainer", "service", "python-api"),
+    )
 }  # the last three are tried with runs
 
 

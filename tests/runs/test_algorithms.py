@@ -75,6 +75,49 @@ def test_a_run_with_online_dpo(start_run: StartRun) -> None:
     assert {row for (row,) in query(run.out, "select advantage from samples")} == {1.0, 0.0, -1.0}
 
 
+OWN_FUNCTIONS = """
+import itertools
+from pathlib import Path
+
+import torch
+
+calls = itertools.count()
+
+
+def loss(tokens, settings):
+    return -tokens.advantages * tokens.logprobs, torch.ones_like(tokens.logprobs, dtype=torch.bool)
+
+
+def advantages(rewards):
+    if next(calls) >= 5 and Path({fault!r}).exists():
+        raise KeyError("no such prompt")
+    return [reward - min(rewards) for reward in rewards]
+"""
+
+
+def test_a_run_with_a_loss_and_an_estimator_of_the_users(resumable: ResumableRun, tmp_path: Path) -> None:
+    """The estimator fails in the middle of the run, which resumes once it is corrected."""
+    fault, file = tmp_path / "fault", tmp_path / "own.py"
+    file.write_text(OWN_FUNCTIONS.format(fault=str(fault)))
+    fault.touch()
+    functions = {"policy_loss": f"{file}:loss", "adv_estimator": f"{file}:advantages"}
+    run = resumable.start(**{f"algorithm__{key}": function for key, function in functions.items()})
+    ended = run.end()
+    assert ended.code == 1, ended
+    assert f"algorithm.adv_estimator = '{file}:advantages': for the rewards [" in ended.err
+    assert "it raised KeyError: 'no such prompt'; correct it" in ended.err
+    fault.unlink()
+    resumed = resumable.resume()
+    resumed.succeed()
+    resumed.check_records()
+    assert {step["actor/pg_clipfrac"] for step in metrics(resumable.out)} == {1.0}
+    stored = query(resumable.out, "select reward, advantage from samples where group_id = '0/0'")
+    lowest = min(reward for reward, _ in stored)
+    assert [advantage for _, advantage in stored] == [reward - lowest for reward, _ in stored]
+    file.unlink()
+    assert "whose advantage cannot be computed (algorithm.adv_estimator = " in resumed.audit()
+
+
 def test_a_critic_resumes_with_its_policy(resumable: ResumableRun, tmp_path: Path) -> None:
     """With several updates a step and groups of one. Redone steps give the same bits."""
     resumable.task, fifo = write_held_task(tmp_path, num_scored=3 * BATCH_SIZE)

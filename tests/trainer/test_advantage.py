@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
+from dora.errors import RunError
 from dora.trainer.advantage import (
     MAX_REWARD,
     AdvantageSettings,
@@ -142,3 +144,28 @@ def test_rewards_out_of_range_are_invalid() -> None:
 def test_the_advantage_of_a_token_under_teachers_is_their_logprob_less_the_policys() -> None:
     settings = AdvantageSettings(teacher_coef=0.5, reward_coef=2.0)
     assert settings.with_teachers(3.0, [-1.0, -2.0], [-3.0, -1.0]) == [-1.0 + 6.0, 0.5 + 6.0]
+
+
+def test_an_estimator_of_ones_own_gets_the_shaped_rewards_of_one_group() -> None:
+    file = Path(__file__).parents[2] / "examples" / "own_loss.py"
+    settings = AdvantageSettings(f"{file}:by_range", 10, overlong_buffer_tokens=2)
+    assert settings.group_advantages([1.0, 0.0, 1.0], [5, 5, 10]) == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+    assert settings.group_advantages([1.0, 1.0], [5, 5]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("rewards[7]", "raised IndexError: list index out of range; correct it"),
+        ("rewards[:1]", r"returned \[0.0\]; correct it to return a finite number per response"),
+        ("[float('nan')] * 2", r"returned \[nan, nan\]"),
+        ("None", "raised TypeError: 'NoneType' object is not iterable"),
+    ],
+)
+def test_an_estimator_of_ones_own_that_fails_is_named(tmp_path: Path, body: str, error: str) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(f"def advantages(rewards):\n    return {body}\n")
+    settings = AdvantageSettings(f"{file}:advantages")
+    problem = rf"^algorithm.adv_estimator = '{file}:advantages': for the rewards \[0.0, 1.0\] it {error}"
+    with pytest.raises(RunError, match=problem):
+        settings.group_advantages([0.0, 1.0], [1, 1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from itertools import pairwise
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -20,12 +21,14 @@ from dora.trainer.loss import (
     LossInputs,
     LossSettings,
     batch_divisor,
+    check_own_loss,
     cispo_loss,
     clipped_loss,
     dual_clipped_loss,
     gspo_loss,
     kl_divergence,
     online_dpo_loss,
+    policy_loss_function,
     reinforce_loss,
     sequence_means,
     unnormalized_token_weights,
@@ -324,3 +327,45 @@ def test_triplet_clip_divides_by_responses_and_the_longest_response_allowed() ->
     weights = torch.tensor(unnormalized_token_weights([1, 3], "seq-mean-token-sum-norm", scale=10))
     loss = (losses * weights.repeat_interleave(torch.tensor([1, 3]))).sum() / 2
     assert loss.item() == pytest.approx((-1.3 + 3.0 + 0.8 + 1.1) / 20)
+
+
+SAPO = f"{Path(__file__).parents[2] / 'examples' / 'own_loss.py'}:sapo"
+
+
+def test_the_example_of_a_loss_of_ones_own_has_the_gradient_of_sapo() -> None:
+    """d/dr of 4/tau sigmoid(tau (r - 1)) is 4 p (1 - p), which is 1 at r = 1, whatever tau."""
+    tokens = [(1.0, 1.0), (1.0, -1.0), (2.0, 2.0), (0.5, -2.0)]  # ratio and advantage
+    logprobs = log_ratios(*(ratio for ratio, _ in tokens))
+    inputs = off_policy(logprobs, torch.tensor([advantage for _, advantage in tokens]))
+    losses, is_clipped = policy_loss_function(SAPO)(inputs, LossSettings())
+    expected = []
+    for ratio, advantage in tokens:
+        gate = 1 / (1 + math.exp(-(1.0 if advantage > 0 else 1.05) * (ratio - 1)))
+        expected.append(-advantage * ratio * 4 * gate * (1 - gate))
+    assert gradient(losses, logprobs) == pytest.approx(expected)
+    assert not is_clipped.any()
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("tokens.logprobs.mean()", r"must return two tensors of shape \[5\].* a tensor of shape \[\]"),
+        ("tokens.logprobs, None", r"it returned \(a tensor of shape \[5\], NoneType\)"),
+        ("tokens.logprobs.detach(), tokens.logprobs > 0", "raised RuntimeError: element 0 of tensors does"),
+        ("tokens.logprobs[tokens.mask], None", "raised AttributeError: .* no attribute 'mask'; compute"),
+        ("(tokens.logprobs + 1).log(), tokens.logprobs > 0", "the gradient with respect to .* is .*inf"),
+        ("tokens.reference_logprobs - tokens.logprobs, None", "raised TypeError: .*NoneType"),
+    ],
+)
+def test_a_loss_of_ones_own_that_fails_is_refused_by_name(tmp_path: Path, body: str, error: str) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(f"def loss(tokens, settings):\n    return {body}\n")
+    with pytest.raises(ConfigError, match=f"^algorithm.policy_loss = '{file}:loss'.*{error}"):
+        check_own_loss(f"{file}:loss", LossSettings(), has_reference=False)
+
+
+def test_a_loss_of_ones_own_may_read_the_settings_and_the_reference(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    loss = "settings.dpo_beta * (tokens.logprobs - tokens.reference_logprobs), tokens.logprobs > 0"
+    file.write_text(f"def loss(tokens, settings):\n    return {loss}\n")
+    check_own_loss(f"{file}:loss", LossSettings(dpo_beta=0.5), has_reference=True)

@@ -13,7 +13,7 @@ import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -31,14 +31,16 @@ from dora.config.schema import (
 )
 from dora.config.validate import check
 from dora.errors import ConfigError, DamagedRunError, is_hub_name, not_utf8
+from dora.trainer.recipe import AdvEstimator, PolicyLoss
 
 SERVICE = "service"  # in place of a path or a class: the input comes through the service
 BUILT_IN = {
     "data": ("gcd", SERVICE),
     "eval": ("gcd",),
     "reward": (SERVICE,),
+    "algorithm": (*get_args(AdvEstimator), *get_args(PolicyLoss)),
     "engine": ("vllm", "vllm-lora", "sglang", "sglang-lora", "transformers"),
-}  # values that are neither paths nor classes
+}  # values that are neither paths nor classes nor functions
 HUB_KINDS: dict[str, RepoType] = {
     **dict.fromkeys(("model.path", "critic.path", "distillation.teachers"), "model"),
     **dict.fromkeys(("data.path", "eval.path"), "dataset"),
@@ -304,8 +306,10 @@ def _suggest_section(typed: Sequence[str]) -> str:
 def _resolve_paths(config: Config, folder_of: Callable[[str], Path]) -> Config:
     """Make all paths absolute and check that they exist; `folder_of(key)` is what its path is relative to."""
     changes: dict[str, dict[str, Any]] = {name: {} for name in Config.model_fields}
-    classes = {"reward": "function", "env": "environment", "engine": "backend", "trainer": "backend"}
-    for section, key in classes.items():
+    for section, key in (
+        *(("reward", "function"), ("env", "environment"), ("engine", "backend"), ("trainer", "backend")),
+        *(("algorithm", "adv_estimator"), ("algorithm", "policy_loss")),
+    ):
         value = getattr(getattr(config, section), key)
         if value not in (None, *BUILT_IN.get(section, ())):
             changes[section][key] = _resolve_attribute(f"{section}.{key}", value, folder_of)
@@ -381,7 +385,9 @@ def _resolve_attribute(key: str, value: str, folder_of: Callable[[str], Path]) -
     """A name for `dora.loading`, with the absolute path of its file."""
     file, colon, name = value.rpartition(":")
     if not (file and colon and name):
-        raise ConfigError(f"{key} = {value!r}: must have the form file.py:name or module:name")
+        built_in = BUILT_IN.get(key.partition(".")[0], ())
+        names = f"be {' or '.join(built_in)}, or " if built_in else ""
+        raise ConfigError(f"{key} = {value!r}: must {names}have the form file.py:name or module:name")
     return f"{_existing_path(key, file, folder_of(key))}:{name}" if file.endswith(".py") else value
 
 

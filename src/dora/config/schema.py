@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from dora.core.types import ABLATIONS, Ablation
 from dora.trainer import recipe
@@ -28,6 +29,22 @@ from dora.trainer.recipe import (
     SequenceCorrection,
     TokenCorrection,
 )
+
+
+def _name_or_function(names: tuple[str, ...]) -> AfterValidator:
+    """A value is one of these names, or names a function of the user's."""
+
+    def check(value: str) -> str:
+        if value in names or recipe.is_own(value):
+            return value
+        raise PydanticCustomError(
+            "name_or_function",
+            'input should be {names}, or a function, "file.py:function"',
+            {"names": ", ".join(map(repr, names))},
+        )
+
+    return AfterValidator(check)
+
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -258,11 +275,12 @@ class EnvSection(Section):
 class AlgorithmSection(Section):
     """Advantages and policy loss."""
 
-    adv_estimator: AdvEstimator = "grpo"
+    adv_estimator: Annotated[str, _name_or_function(get_args(AdvEstimator))] = "grpo"
     """Advantage estimator. grpo: reward minus the group mean, divided by the group standard deviation;
     dr_grpo: reward minus the group mean; rloo: reward minus the mean of the other responses;
     reinforce_plus_plus: rewards normalized over the batch; reinforce_plus_plus_baseline: dr_grpo, normalized
-    over the batch; gae: GAE with a critic.
+    over the batch; gae: GAE with a critic. Or a function of one group's rewards, "file.py:function" or
+    "package.module:function".
     """
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount factor of gae (per token)."""
@@ -276,11 +294,12 @@ class AlgorithmSection(Section):
     """
     overlong_penalty: float = Field(default=1.0, gt=0)
     """Reward that a response of max_response_length loses (reward)."""
-    policy_loss: PolicyLoss = "ppo_clip"
+    policy_loss: Annotated[str, _name_or_function(get_args(PolicyLoss))] = "ppo_clip"
     """Policy loss. ppo_clip: PPO's clipped loss; dual_clip: the same, bounded for negative advantages;
     triplet_clip: LongCat's, for which loss_agg_mode is seq-mean-token-sum-norm; gspo: one ratio per response;
     cispo: a clipped ratio as a constant weight; reinforce: an unclipped ratio as a constant weight;
-    online_dpo: DPO on the best and the worst response of each group.
+    online_dpo: DPO on the best and the worst response of each group. Or a function, "file.py:function" or
+    "package.module:function".
     """
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses are aggregated, as in verl."""
@@ -914,7 +933,7 @@ class Config(Section):
     def why_not_streaming(self) -> str | None:
         """Why gradients cannot be accumulated while the batch fills up; None if they can."""
         estimator = self.algorithm.adv_estimator
-        if recipe.ADVANTAGE_SCOPE[estimator] == "batch":
+        if recipe.advantage_scope(estimator) == "batch":
             return f"algorithm.adv_estimator = {estimator}: its advantages need the whole batch"
         if self.trainer.mini_batch_tokens:
             return "trainer.mini_batch_tokens: the split into updates needs all response lengths"

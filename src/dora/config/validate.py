@@ -184,7 +184,7 @@ def _check_reward_source(config: Config) -> None:
 def _check_groups(config: Config) -> None:
     """Groups can have a reward signal."""
     group_size, estimator = config.sampling.group_size, config.algorithm.adv_estimator
-    if group_size == 1 and estimator not in ("reinforce_plus_plus", "gae"):
+    if group_size == 1 and estimator not in ("reinforce_plus_plus", "gae") and not recipe.is_own(estimator):
         raise ConfigError(
             f"sampling.group_size = 1 with algorithm.adv_estimator = {estimator}: every advantage would be "
             "reward - mean(rewards of the group) = 0; set sampling.group_size >= 2, or adv_estimator = "
@@ -612,13 +612,14 @@ def _unused_for_rewards(config: Config) -> Iterator[Unused]:
 
 def _unused_for_the_loss(config: Config) -> Iterator[Unused]:
     algorithm, correction = config.algorithm, config.correction
-    if algorithm.policy_loss not in ("dual_clip", "triplet_clip"):
+    has_own_loss = recipe.is_own(algorithm.policy_loss)  # which gets all settings
+    if algorithm.policy_loss not in ("dual_clip", "triplet_clip") and not has_own_loss:
         yield "algorithm", "without policy_loss = dual_clip or triplet_clip", "clip_ratio_c"
     if algorithm.policy_loss == "online_dpo":
         reason = "with policy_loss = online_dpo: it compares two responses, relative to the initial policy"
         keys = ("adv_estimator", "clip_ratio_low", "clip_ratio_high", "kl_loss_coef", "entropy_coeff")
         yield "algorithm", reason, *keys
-    else:
+    elif not has_own_loss:
         yield "algorithm", "without policy_loss = online_dpo", "dpo_beta"
     settings = algorithm.policy_loss, correction.proximal, config.orchestrator.max_staleness
     never_clipped = recipe.never_clipped_reason(*settings, config.trainer.mini_batch_tokens)
@@ -765,7 +766,7 @@ def _uses_critic(config: Config) -> bool:
 
 
 def _compares_pairs(config: Config) -> bool:
-    return recipe.LOSS_TRAITS[config.algorithm.policy_loss].unit == "pair"
+    return recipe.traits_of(config.algorithm.policy_loss).unit == "pair"
 
 
 def _true_keys(flags: Mapping[str, bool]) -> Iterator[str]:

@@ -101,7 +101,8 @@ def train(
     try:
         return _run(setup, console, gateway=gateway)
     except InputError:
-        run_dir.release(out)
+        if not has_recorded_events(out):
+            run_dir.release(out)
         raise
 
 

@@ -36,7 +36,7 @@ from dora.engine.block_manager import BLOCK_SIZE, num_blocks_for, num_staging_bl
 from dora.engine.decode_batch import MAX_STOP_IDS
 from dora.engine.kernels.workspace import DTYPES
 from dora.engine.request import Request, SamplingParams
-from dora.errors import ConfigError, ModelError
+from dora.errors import ConfigError, ModelError, RunError
 from dora.metrics.writer import check_trackers
 from dora.model.config import ModelConfig, TransformersConfig
 from dora.model.images import IMAGES_FOLDER, ImageFolder
@@ -47,10 +47,12 @@ from dora.runtime.process.messages import CriticSpec, EngineSpec, TeacherSpec, T
 from dora.runtime.process.resources import DeviceAssignment, is_gpu
 from dora.stream.storage import SEGMENT_BYTES
 from dora.text import plural, size
+from dora.trainer.advantage import own_advantages
 from dora.trainer.continuation import check_start
 from dora.trainer.critic import CriticSettings, value_layout
 from dora.trainer.lora import LoraSettings
-from dora.trainer.recipe import Correction, EarlierSchedule
+from dora.trainer.loss import LossSettings, check_own_loss
+from dora.trainer.recipe import Correction, EarlierSchedule, is_own
 from dora.trainer.trainer import TrainerSettings
 
 UPLOADED_PROMPTS = "prompts.jsonl"  # in the run folder
@@ -116,6 +118,25 @@ def check_implementation(config: Config, model: ModelConfig) -> None:
             f"trainer.num_ranks = {trainer.num_ranks}: layers of {kind} share weights, and ranks gather one "
             "layer at a time; set trainer.num_ranks = 1"
         )
+
+
+def check_own_functions(config: Config) -> None:
+    """Call the user's own advantage estimator and policy loss once. Raises ConfigError if they fail."""
+    algorithm = config.algorithm
+    if is_own(algorithm.adv_estimator):
+        rewards = [float(sibling % 2) for sibling in range(config.sampling.group_size)]
+        try:
+            own_advantages(algorithm.adv_estimator, rewards)
+        except RunError as error:
+            raise ConfigError(f"{error}") from error
+    if is_own(algorithm.policy_loss):
+        settings = LossSettings(
+            algorithm.clip_ratio_low,
+            algorithm.clip_ratio_high,
+            algorithm.clip_ratio_c,
+            algorithm.dpo_beta,
+        )
+        check_own_loss(algorithm.policy_loss, settings, has_reference=algorithm.kl_loss_coef > 0)
 
 
 def check_critic(config: Config, policy: ModelConfig) -> None:
@@ -323,6 +344,7 @@ class RunSetup:
         check_tokenizer(folder, tokenizer, model)
         check_fit(config, tokenizer, model)
         check_implementation(config, model)
+        check_own_functions(config)
         check_trackers(config.metrics.report_to)
         launcher.check_ray_config(config)
         num_parameters = check_pretrained(folder)

@@ -9,10 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 
-from dora.trainer.recipe import ADVANTAGE_SCOPE, AdvEstimator
+from dora.errors import ConfigError, RunError
+from dora.loading import load_attribute
+from dora.trainer.recipe import advantage_scope, is_own
 
+ESTIMATOR_KEY = "algorithm.adv_estimator"
 MAX_REWARD = 1e6  # absolute value; above it, sums and squares of rewards and gradients lose their precision
 
 Rewards = Sequence[float]
@@ -29,7 +33,7 @@ class AdvantageSettings:
     `teacher_coef` > 0, each token has an advantage of its own (`with_teachers`).
     """
 
-    adv_estimator: AdvEstimator = "grpo"
+    adv_estimator: str = "grpo"
     max_tokens: int = 0
     overlong_buffer_tokens: int = 0
     overlong_penalty: float = 1.0
@@ -40,7 +44,7 @@ class AdvantageSettings:
     @property
     def needs_batch(self) -> bool:
         """Whether an advantage depends on all rewards of a batch."""
-        return ADVANTAGE_SCOPE[self.adv_estimator] == "batch" and not self.is_paired
+        return advantage_scope(self.adv_estimator) == "batch" and not self.is_paired
 
     def group_advantages(self, rewards: Rewards, lengths: Sequence[int]) -> Sequence[float | None]:
         """Advantages of one group's responses; None for each if the estimator needs the whole batch."""
@@ -150,7 +154,7 @@ def whiten(values: Sequence[float], num_tokens: Sequence[int], eps: float = 1e-8
     return [(value - mean) / math.sqrt(variance + eps) for value in values]
 
 
-_GROUP_ESTIMATORS: Mapping[AdvEstimator, Callable[[Rewards], list[float]]] = MappingProxyType(
+_GROUP_ESTIMATORS: Mapping[str, Callable[[Rewards], list[float]]] = MappingProxyType(
     {
         "grpo": grpo_advantages,
         "dr_grpo": dr_grpo_advantages,
@@ -161,8 +165,31 @@ _GROUP_ESTIMATORS: Mapping[AdvEstimator, Callable[[Rewards], list[float]]] = Map
 )
 
 
+@cache
+def _own_estimator(name: str) -> Callable[[list[float]], Sequence[float]]:
+    function: Callable[[list[float]], Sequence[float]] = load_attribute(name, ESTIMATOR_KEY, ConfigError)
+    return function
+
+
+def own_advantages(name: str, rewards: Rewards) -> list[float]:
+    """Advantages of one group's responses, by the user's function `name`.
+
+    The function gets the group's rewards as a list, and returns as many finite numbers. Raises ConfigError if
+    it cannot be loaded, RunError if it fails.
+    """
+    own, problem = _own_estimator(name), f"{ESTIMATOR_KEY} = {name!r}: for the rewards {[*rewards]} it"
+    try:
+        returned = own([*rewards])
+        advantages = [float(advantage) for advantage in returned]
+    except Exception as error:
+        raise RunError(f"{problem} raised {type(error).__name__}: {error}; correct it") from error
+    if len(advantages) != len(rewards) or not all(map(math.isfinite, advantages)):
+        raise RunError(f"{problem} returned {returned}; correct it to return a finite number per response")
+    return advantages
+
+
 def compute_advantages(
-    estimator: AdvEstimator, rewards: Sequence[Rewards], num_tokens: Sequence[Sequence[int]]
+    estimator: str, rewards: Sequence[Rewards], num_tokens: Sequence[Sequence[int]]
 ) -> list[list[float]]:
     """Advantages of a whole batch, in the layout of `rewards`: group by group, response by response.
 
@@ -170,6 +197,8 @@ def compute_advantages(
     variant first subtracts the group's mean. The other estimators need the group alone, so a part of a batch
     gives the same values. `num_tokens` are the response lengths, which only whitening uses.
     """
+    if is_own(estimator):
+        return [own_advantages(estimator, group) for group in rewards]
     scores = [_GROUP_ESTIMATORS[estimator](group) for group in rewards]
     if estimator not in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         return scores

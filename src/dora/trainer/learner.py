@@ -21,7 +21,7 @@ from dora.model.device import to_device
 from dora.model.weights import WeightLayout
 from dora.trainer.corrections import CorrectedTokens, apply_correction
 from dora.trainer.lora import LoraAdamW
-from dora.trainer.loss import POLICY_LOSSES, LossInputs, kl_divergence, unnormalized_token_weights
+from dora.trainer.loss import LossInputs, kl_divergence, policy_loss_function, unnormalized_token_weights
 from dora.trainer.metrics import StepMetrics
 from dora.trainer.optimizer import Bf16Weights, FlatAdamW, host_copy
 from dora.trainer.packing import PackedBatch, TokenIds, pack_samples
@@ -212,6 +212,7 @@ class GradientAccumulator:
     def __init__(self, policy: Policy, settings: TrainerSettings, reference: Policy | None) -> None:
         """`reference` is the policy of the KL term and of pairs, if the trainer computes it."""
         self._policy, self._settings, self._reference = policy, settings, reference
+        self._policy_loss = policy_loss_function(settings.policy_loss)
 
     def accumulate(self, samples: Sequence[Sample], metrics: StepMetrics) -> None:
         """Add the gradient of one micro-batch, times the batch's divisor, and its sums to `metrics`."""
@@ -252,7 +253,7 @@ class GradientAccumulator:
             with torch.no_grad():
                 reference, _ = self._reference.logprobs(batch)
         inputs = LossInputs(logprobs, corrected.old_logprobs, tokens.advantages, tokens.lengths, reference)
-        losses, is_clipped = POLICY_LOSSES[settings.policy_loss](inputs, settings)
+        losses, is_clipped = self._policy_loss(inputs, settings)
         losses = losses * corrected.weights
         metrics.pg_loss += (losses.detach() * tokens.weights).sum().double()
         if reference is not None and settings.kl_loss_coef:

@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dora.errors import ConfigError
+from dora.loading import load_attribute
 from dora.model.device import to_device
-from dora.trainer.recipe import KLEstimator, LossAggMode, PolicyLoss
+from dora.trainer.recipe import KLEstimator, LossAggMode
 
+LOSS_KEY = "algorithm.policy_loss"
 MAX_LOG_RATIO = 20.0  # larger log-ratios carry no information, and exp of them may overflow
 MAX_K3 = 10.0  # nats; verl's bound on one token of its low-variance estimate
 
@@ -203,7 +205,7 @@ def kl_divergence(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEst
     return value.detach() + k2 - k2.detach() if estimator.endswith("+") else value
 
 
-POLICY_LOSSES: Mapping[PolicyLoss, PolicyLossFunction] = MappingProxyType(
+POLICY_LOSSES: Mapping[str, PolicyLossFunction] = MappingProxyType(
     {
         "ppo_clip": clipped_loss,
         "dual_clip": dual_clipped_loss,
@@ -214,3 +216,55 @@ POLICY_LOSSES: Mapping[PolicyLoss, PolicyLossFunction] = MappingProxyType(
         "online_dpo": online_dpo_loss,
     }
 )
+
+
+def policy_loss_function(name: str) -> PolicyLossFunction:
+    """The loss of a name in `POLICY_LOSSES`, or the user's own, "file.py:function". Raises ConfigError."""
+    if name in POLICY_LOSSES:
+        return POLICY_LOSSES[name]
+    own: PolicyLossFunction = load_attribute(name, LOSS_KEY, ConfigError)
+
+    def checked(tokens: LossInputs, settings: LossSettings) -> tuple[Tensor, Tensor]:
+        returned: object = own(tokens, settings)
+        shape = tokens.logprobs.shape
+        match returned:
+            case (Tensor() as losses, Tensor() as is_clipped) if losses.shape == is_clipped.shape == shape:
+                return losses, is_clipped
+        raise ConfigError(
+            f"{LOSS_KEY} = {name!r} must return two tensors of shape {[*shape]}, one value per token: the "
+            f"loss, and whether clipping decided it; it returned {_describe(returned)}"
+        )
+
+    return checked
+
+
+def _describe(returned: object) -> str:
+    if isinstance(returned, Tensor):
+        return f"a tensor of shape {[*returned.shape]}"
+    if isinstance(returned, tuple):
+        return f"({', '.join(map(_describe, returned))})"
+    return type(returned).__name__
+
+
+def check_own_loss(name: str, settings: LossSettings, has_reference: bool) -> None:
+    """Call the user's own loss with two short responses. Raises ConfigError, also if it has no gradient."""
+    function = policy_loss_function(name)
+    logprobs = torch.tensor([-0.5, -1.0, -2.0, -0.1, -3.0], requires_grad=True)
+    old = logprobs.detach() - torch.tensor([0.1, -0.1, 0.0, 0.3, -0.3])
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0])
+    inputs = LossInputs(logprobs, old, advantages, [2, 3], old if has_reference else None)
+    try:
+        losses, _ = function(inputs, settings)
+        losses.sum().backward()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{LOSS_KEY} = {name!r}: for two short responses it raised {type(error).__name__}: {error}; "
+            "compute the loss of each token from tokens.logprobs, which carry the gradient"
+        ) from error
+    if logprobs.grad is None or not logprobs.grad.isfinite().all():
+        raise ConfigError(
+            f"{LOSS_KEY} = {name!r}: the gradient with respect to tokens.logprobs is {logprobs.grad} for two "
+            "short responses; compute the loss of each token from tokens.logprobs"
+        )

@@ -49,7 +49,7 @@ def model_card(config: Mapping[str, Any], step: int, version: str) -> str:
         "environment": _name(config.get("env", {}).get("environment", "")),
         "rewards": ", ".join(_name(reward) for reward in rewards if reward),
         "teachers": ", ".join(map(_name, distillation.get("teachers", ()))),
-        "algorithm": ", ".join(loss),
+        "algorithm": ", ".join(map(_name, loss)),
         "steps": f"{step}, each of {trainer['batch_size']} groups of {sampling['group_size']} responses",
         "sampling": f"temperature {sampling['temperature']}, up to {sampling['max_response_length']} tokens",
         "learning rate": str(trainer.get("lr", "")),

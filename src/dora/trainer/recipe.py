@@ -62,7 +62,7 @@ class LearningRateSchedule:
 
 # The rewards that an estimator needs before it computes the first advantage. Scope "batch" rules out gradient
 # accumulation while the batch fills: a clipped loss cannot be rescaled afterwards by a mean and a deviation.
-ADVANTAGE_SCOPE: Mapping[AdvEstimator, Literal["group", "batch"]] = MappingProxyType(
+ADVANTAGE_SCOPE: Mapping[str, Literal["group", "batch"]] = MappingProxyType(
     {
         "grpo": "group",
         "dr_grpo": "group",
@@ -80,15 +80,16 @@ class PolicyLossTraits:
 
     `unit`: what a micro-batch must not split. `is_clipped`: tokens whose ratio leaves the clip range lose
     their gradient or have their weight bounded. `loss_agg_mode`: the only aggregation that gives the
-    published objective; None if any does.
+    published objective; None if any does. `needs_advantage`: a token of advantage 0 has no gradient.
     """
 
     unit: Literal["token", "sequence", "pair"] = "token"
     is_clipped: bool = True
     loss_agg_mode: str | None = None
+    needs_advantage: bool = True
 
 
-LOSS_TRAITS: Mapping[PolicyLoss, PolicyLossTraits] = MappingProxyType(
+LOSS_TRAITS: Mapping[str, PolicyLossTraits] = MappingProxyType(
     {
         "ppo_clip": PolicyLossTraits(),
         "dual_clip": PolicyLossTraits(),
@@ -99,6 +100,21 @@ LOSS_TRAITS: Mapping[PolicyLoss, PolicyLossTraits] = MappingProxyType(
         "online_dpo": PolicyLossTraits(unit="pair", loss_agg_mode="seq-mean-token-sum"),
     }
 )
+
+
+def is_own(name: str) -> bool:
+    """Whether an estimator or a loss is the user's, "file.py:function" or "package.module:function"."""
+    return ":" in name
+
+
+def advantage_scope(estimator: str) -> Literal["group", "batch"]:
+    """See `ADVANTAGE_SCOPE`. A user's own estimator gets the rewards of one group."""
+    return ADVANTAGE_SCOPE.get(estimator, "group")
+
+
+def traits_of(loss: str) -> PolicyLossTraits:
+    """See `LOSS_TRAITS`. Of a user's own loss only the arguments are known."""
+    return LOSS_TRAITS.get(loss, PolicyLossTraits(unit="sequence", needs_advantage=False))
 
 
 @dataclass(frozen=True)
@@ -143,7 +159,7 @@ class Correction:
             )
 
 
-def unsafe_reason(loss: PolicyLoss, correction: Correction, max_staleness: int) -> str | None:
+def unsafe_reason(loss: str, correction: Correction, max_staleness: int) -> str | None:
     """Why stale samples can destabilise a run with this recipe; None if they cannot.
 
     A constant must bound the influence of a stale token: either the clip range of the loss around the
@@ -151,7 +167,7 @@ def unsafe_reason(loss: PolicyLoss, correction: Correction, max_staleness: int) 
     and icepop are bounded, and every proximal policy but the behaviour policy needs one of the two. Pair
     losses use no ratio: online DPO was the most robust to staleness in arXiv 2410.18252.
     """
-    traits = LOSS_TRAITS[loss]
+    traits = traits_of(loss)
     if max_staleness == 0 or traits.unit == "pair" or traits.is_clipped:
         return None
     if correction.proximal == "behavior" and correction.token == "none":
@@ -168,13 +184,15 @@ def unsafe_reason(loss: PolicyLoss, correction: Correction, max_staleness: int) 
 
 
 def never_clipped_reason(
-    loss: PolicyLoss, proximal: str, max_staleness: int, mini_batch_tokens: int | None
+    loss: str, proximal: str, max_staleness: int, mini_batch_tokens: int | None
 ) -> str | None:
     """Why the clip range of a loss has no effect; None if it may clip a token.
 
     With `mini_batch_tokens` a step has several updates, so the later ones move away from the proximal policy.
     """
-    if not LOSS_TRAITS[loss].is_clipped:
+    if is_own(loss):
+        return None
+    if not traits_of(loss).is_clipped:
         return f"with policy_loss = {loss}: it clips nothing"
     where = f"with correction.proximal = {proximal}"
     if proximal == "recomputed" and mini_batch_tokens is None:
@@ -184,9 +202,9 @@ def never_clipped_reason(
     return None
 
 
-def check_recipe(loss: PolicyLoss, loss_agg_mode: str, correction: Correction, max_staleness: int) -> None:
+def check_recipe(loss: str, loss_agg_mode: str, correction: Correction, max_staleness: int) -> None:
     """Raise ConfigError, with reason and remedy, for a recipe that is unsafe or partly without effect."""
-    traits = LOSS_TRAITS[loss]
+    traits = traits_of(loss)
     if traits.loss_agg_mode not in (None, loss_agg_mode):
         raise ConfigError(
             f"loss_agg_mode = {loss_agg_mode} with policy_loss = {loss}: this loss is defined with "

@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 from dora.trainer.lora import LoraSettings
 from dora.trainer.loss import LossSettings
 from dora.trainer.recipe import (
-    LOSS_TRAITS,
     Correction,
     Dtype,
     KLEstimator,
     LearningRateSchedule,
     LossAggMode,
     ModelImplementation,
-    PolicyLoss,
+    traits_of,
 )
 
 
@@ -41,7 +40,7 @@ class TrainerSettings(LossSettings, LearningRateSchedule):
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     max_grad_norm: float = 1.0
-    policy_loss: PolicyLoss = "ppo_clip"
+    policy_loss: str = "ppo_clip"  # a name of `LOSS_TRAITS`, or "file.py:function"
     correction: Correction = field(default_factory=Correction)
     kl_loss_coef: float = 0.0
     kl_loss_type: KLEstimator = "k3"
@@ -64,7 +63,7 @@ class TrainerSettings(LossSettings, LearningRateSchedule):
     @property
     def uses_reference(self) -> bool:
         """Whether the loss needs a reference policy: for a KL term, or for pairs."""
-        return self.kl_loss_coef != 0.0 or LOSS_TRAITS[self.policy_loss].unit == "pair"
+        return self.kl_loss_coef != 0.0 or traits_of(self.policy_loss).unit == "pair"
 
     @property
     def computes_reference(self) -> bool:

@@ -27,7 +27,7 @@ from dora.trainer.loss import batch_divisor, unnormalized_token_weights
 from dora.trainer.metrics import StepMetrics, ages_to_check, choose_spot_checks
 from dora.trainer.optimizer import host_copy, rollback_on_error
 from dora.trainer.packing import balanced_micro_batches, sequential_micro_batches, split_mini_batches
-from dora.trainer.recipe import LOSS_TRAITS
+from dora.trainer.recipe import traits_of
 from dora.trainer.settings import Sample, TrainerSettings
 
 __all__ = ["Sample", "Trainer", "TrainerSettings"]
@@ -64,10 +64,12 @@ class Trainer:
         self._find_version = find_version
         self._has_warned = False
         self._learner = learner or LocalLearner(config, flat, settings, reference, exact_logprobs)
-        self._is_paired = LOSS_TRAITS[settings.policy_loss].unit == "pair"
+        traits = traits_of(settings.policy_loss)
+        self._is_paired = traits.unit == "pair"
         # Without a KL or entropy term the gradient of a sample with advantage 0 is exactly zero. It needs no
         # forward pass, but its tokens stay in the denominators.
-        self._skips_zero_advantages = not settings.uses_reference and settings.entropy_coeff == 0.0
+        has_other_terms = settings.uses_reference or settings.entropy_coeff != 0.0
+        self._skips_zero_advantages = traits.needs_advantage and not has_other_terms
         self._start_batch()
 
     @property
