@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.trainer.batches import SETTINGS, TINY, gradient, initial, samples
-from torch.optim.lr_scheduler import LinearLR, SequentialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from dora.model.weights import WeightLayout
 from dora.trainer.optimizer import FlatAdamW, Moments
@@ -19,11 +19,13 @@ WARMUP, NUM_STEPS, PEAK = 3, 10, 1e-3
 WIDE = replace(TINY, vocab_size=2**18)  # 4 million parameters
 
 
-@pytest.mark.parametrize("decay", ["linear", "constant"])
-def test_the_learning_rate_is_that_of_torchs_linear_schedules(decay: LrDecay) -> None:
+@pytest.mark.parametrize("decay", ["linear", "cosine", "constant"])
+def test_the_learning_rate_is_that_of_torchs_schedules(decay: LrDecay) -> None:
     sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=PEAK)
     warm = LinearLR(sgd, start_factor=1 / (WARMUP + 1), total_iters=WARMUP)
-    rest = LinearLR(sgd, 1.0, 0.0 if decay == "linear" else 1.0, total_iters=NUM_STEPS - WARMUP)
+    rest: LRScheduler = LinearLR(sgd, 1.0, 0.0 if decay == "linear" else 1.0, NUM_STEPS - WARMUP)
+    if decay == "cosine":
+        rest = CosineAnnealingLR(sgd, NUM_STEPS - WARMUP)
     schedule = SequentialLR(sgd, [warm, rest], milestones=[WARMUP])
     for step in range(NUM_STEPS + 1):
         rate = LearningRateSchedule(PEAK, NUM_STEPS, WARMUP, decay).lr_of(step)

@@ -414,7 +414,7 @@ class TrainerSection(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Linear warm-up of the learning rate (steps)."""
     lr_decay: LrDecay = "linear"
-    """Learning rate after the warm-up. linear: falls to 0 at the last step; constant: stays."""
+    """Learning rate after the warm-up. linear, cosine: falls to 0 at the last step; constant: stays."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay (per step and lr)."""
     max_grad_norm: float = Field(default=1.0, gt=0)

@@ -6,6 +6,7 @@ mathematics is in `advantage`, `loss` and `corrections`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -22,7 +23,7 @@ KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
 ProximalPolicy = Literal["behavior", "recomputed", "interpolated"]
 TokenCorrection = Literal["none", "tis", "icepop"]
 SequenceCorrection = Literal["none", "mis"]
-LrDecay = Literal["linear", "constant"]
+LrDecay = Literal["linear", "cosine", "constant"]
 ModelImplementation = Literal["auto", "dora", "transformers"]
 Dtype = Literal["float32", "bfloat16"]  # of forward and backward passes, and of engines
 
@@ -37,10 +38,10 @@ class EarlierSchedule(NamedTuple):
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """Linear warm-up to `lr`, then constant, or linear to 0 at `num_steps`, the length of the run.
+    """Linear warm-up to `lr`, then constant, or to 0 at `num_steps`, the length of the run.
 
-    A run that got more steps when it was resumed has `earlier_schedules`, in order. Their steps have the rate
-    of the first one that covers them.
+    It falls to 0 on a line, or on half a period of a cosine. A run that got more steps when it was resumed has `earlier_schedules`, in order. Their
+    steps have the rate of the first one that covers them.
     """
 
     lr: float
@@ -57,7 +58,10 @@ class LearningRateSchedule:
             return self.lr * (step + 1) / (self.warmup_steps + 1)
         if decay == "constant":
             return self.lr
-        return self.lr * max(0.0, (num_steps - step) / (num_steps - self.warmup_steps))
+        part_left = max(0.0, (num_steps - step) / (num_steps - self.warmup_steps))
+        if decay == "cosine":
+            return self.lr * 0.5 * (1.0 - math.cos(math.pi * part_left))
+        return self.lr * part_left
 
 
 # The rewards that an estimator needs before it computes the first advantage. Scope "batch" rules out gradient

@@ -128,7 +128,7 @@ def _check_schedule(run: Path, before: Config, config: Config, overrides: Sequen
             f"--resume {run} with run.steps = {config.run.steps}: {LR_DECAY} = {before.trainer.lr_decay!r} "
             f"lowers the learning rate to 0 at step {steps}, so the schedule of the steps from now on must "
             f"be stated: --set {LR_DECAY}=constant (trainer.lr = {before.trainer.lr:g} for each of them), or "
-            f"--set {LR_DECAY}=linear (it falls to 0 at step {config.run.steps})"
+            f"--set {LR_DECAY}=linear or cosine (it falls to 0 at step {config.run.steps})"
         )
 
 
