@@ -194,3 +194,9 @@ def test_a_server_with_slots_for_full_weights_is_rejected(
 def test_a_rank_that_a_server_does_not_serve_is_rejected(engine: type[VllmLora], rank: int) -> None:
     with pytest.raises(ConfigError, match="rank"):
         engine.check_options(url="http://127.0.0.1:1", rank=rank)
+
+
+@pytest.mark.parametrize("engine", [VllmLora, SglangLora])
+def test_an_option_that_is_for_full_weights_is_rejected(engine: type[VllmLora]) -> None:
+    with pytest.raises(ConfigError, match="kv_connector has no effect"):
+        engine.check_options(url="http://127.0.0.1:1", rank=RANK, kv_connector="files")

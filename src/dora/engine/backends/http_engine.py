@@ -148,8 +148,36 @@ class ServerRequest:
         return not self.is_halted and not self.turn_reason
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class HttpEngine(ABC):
-    """An `InferenceEngine` whose work is done by a server."""
+    """An `InferenceEngine` whose work is done by a server; its fields are the arguments of the engine.
+
+    It starts a server with the interpreter `python` and additional `arguments`, or uses the one at `url`. A
+    started server divides the model among `num_gpus` GPUs, of which `device` is the first.
+
+    Requests migrate with their KV through the folder `pool`, in memory; None: without. A started server reads
+    the KV of others from files there or, with kv_connector = "nixl", from their memory; those of other
+    machines reach it at `host`, if that is given.
+
+    The engine is lost if the server sends nothing for `silence_s` while it has requests or loads.
+    `inflight_update`: see `InferenceFactory`.
+    """
+
+    model: str
+    max_rows: int
+    max_context: int
+    version_slots: int
+    device: str
+    dtype: str
+    python: str | None = None
+    url: str | None = None
+    arguments: Sequence[str] = ()
+    silence_s: float = 60.0
+    num_gpus: int = 1
+    kv_connector: str = "files"
+    host: str | None = None
+    pool: Path | None = None
+    inflight_update: str | None = None
 
     server_kind: ClassVar[ServerKind]
     capabilities = Capabilities(
@@ -165,32 +193,14 @@ class HttpEngine(ABC):
         dtypes=("float32", "bfloat16"),
         devices=("cpu", "cuda"),
     )
-    kernels: str
-    num_slots: int  # versions that the server can hold
-    _is_multi_version: bool  # the server has several slots, however many of them this engine may use
+    returns_routes = False  # whether completions have the experts of each token
 
-    def __init__(
-        self,
-        server: EngineServer,
-        *,
-        model: str,
-        max_rows: int,
-        max_context: int,
-        dtype: str,
-        silence_s: float,
-        inflight_update: str | None = None,
-        returns_routes: bool = False,
-    ) -> None:
-        """The engine is lost if the server sends nothing for `silence_s` while it has requests or loads.
-
-        `inflight_update` and `returns_routes`: see `InferenceFactory`.
-        """
-        self.server, self._dtype, self._silence_s = server, dtype, silence_s
-        self._inflight_update, self._returns_routes = inflight_update, returns_routes
+    def __post_init__(self) -> None:
+        self.server_kind.check_options(self.python, self.url)
+        self.server = self._start(self.python) if self.python is not None else self._attach(str(self.url))
         self._chunks: dict[str, Chunk] = {}  # by label: version and digest of all versions so far, no tokens
-        self._model, self._config = Path(model), load_config(Path(model))
+        self._config = load_config(Path(self.model))
         self._layout = WeightLayout(self._config)
-        self._max_rows, self._max_context = max_rows, max_context
         self._digests: dict[int, str] = {}  # of the versions that the server holds
         self._labels: dict[int, str] = {}  # and their names there, also of one that is being loaded
         self._load_thread, self._watch_thread = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
@@ -208,6 +218,9 @@ class HttpEngine(ABC):
         self._is_paused = False
         self.num_decoded, self.busy_row_s = 0, 0.0
         self.num_recomputed = 0  # tokens prefilled again though their KV existed here, or was to be imported
+        self.kernels = self._use_server()
+        if self.url is not None:
+            self._reset_server()
 
     @classmethod
     def check_options(
@@ -219,19 +232,37 @@ class HttpEngine(ABC):
         if isinstance(python, str):
             cls.server_kind.check_installed(python)
 
-    def _use_plugins(
-        self, info: Mapping[str, Any], version_slots: int, pool: Path | None, kv_address: str | None
-    ) -> None:
-        """Use the server as DORA-RL's plugins in it describe it. Raises EngineError if it does not fit.
+    def _use_plugins(self, info: Mapping[str, Any]) -> None:
+        """Use the server as DORA-RL's plugins in it describe it. Raises EngineError if it does not fit."""
+        self.server.check_plugins(info, self.dtype, self._num_server_slots)
+        self.num_slots = self.version_slots
+        self._is_multi_version = info["version_slots"] > 1  # however many slots this engine may use
+        if self.pool is not None and info.get("kv_layout"):
+            address = self.host if self.kv_connector == "nixl" else None
+            self._kv = KVExchange(self.pool, tuple(info["kv_layout"]), info["kv_workers"], address)
 
-        Requests migrate with their KV through `pool`; `kv_address`: see `KVExchange`.
-        """
-        self.server.check_plugins(info, self._dtype, version_slots)
-        self.num_slots, self._is_multi_version = version_slots, info["version_slots"] > 1
-        if pool is not None and info.get("kv_layout"):
-            self._kv = KVExchange(pool, tuple(info["kv_layout"]), info["kv_workers"], kv_address)
+    @property
+    def _num_server_slots(self) -> int:
+        """Slots for full weights that the server needs."""
+        return self.version_slots
 
     # the calls of one kind of server
+
+    @abstractmethod
+    def _start(self, python: str) -> EngineServer:
+        """Start a server. Raises EngineError or ConfigError if it cannot compute the model, RunError."""
+
+    @abstractmethod
+    def _attach(self, url: str) -> EngineServer:
+        """Use a server that is already running."""
+
+    @abstractmethod
+    def _use_server(self) -> str:
+        """Check the server, and call `_use_plugins`. Returns the server's name and device, for the log."""
+
+    @abstractmethod
+    def _reset_server(self) -> None:
+        """End what another engine or client has set at the server."""
 
     @abstractmethod
     def _send_file(self, label: str, path: Path) -> str:
@@ -246,7 +277,7 @@ class HttpEngine(ABC):
 
     def _send_weights(self, label: str, source: Tensor) -> str:
         """As `_send_file`, of weights that are in no file."""
-        store = WeightStore(make_store_folder(source.nbytes), self._dtype, self._layout.shapes)
+        store = WeightStore(make_store_folder(source.nbytes), self.dtype, self._layout.shapes)
         try:
             store.publish(0, source)
             return self._send_file(label, store.path(0))
@@ -303,7 +334,7 @@ class HttpEngine(ABC):
     @property
     def kv_usage(self) -> float:
         num_tokens = sum(len(r.request.prompt_ids) + len(r.token_ids) for r in self._running.values())
-        return num_tokens / (self._max_rows * self._max_context)
+        return num_tokens / (self.max_rows * self.max_context)
 
     @property
     def can_step(self) -> bool:
@@ -312,10 +343,10 @@ class HttpEngine(ABC):
 
     def load(self, version: int, source: Tensor) -> str:
         dtype = str(source.dtype).removeprefix("torch.")
-        if (source.numel(), dtype) != (self._layout.numel, self._dtype):
+        if (source.numel(), dtype) != (self._layout.numel, self.dtype):
             raise EngineError(
                 f"version {version} has {source.numel()} weights in {dtype}; the model has "
-                f"{self._layout.numel} in {self._dtype}"
+                f"{self._layout.numel} in {self.dtype}"
             )
         loading = self._start_load(version, lambda label: self._send_weights(label, source))
         return self.activate(version, loading.result())
@@ -323,11 +354,11 @@ class HttpEngine(ABC):
     def start_load(self, version: int, path: Path) -> Future[str]:
         """See `LoadsFiles`. Raises EngineError for a file of another model, and as `read_header` does."""
         header = read_header(path)
-        if (header.shapes, header.dtype) != (self._layout.shapes, self._dtype):
+        if (header.shapes, header.dtype) != (self._layout.shapes, self.dtype):
             raise EngineError(
                 f"{path} has {header.numel} weights of {len(header.shapes)} tensors in {header.dtype}, which "
                 f"are not those of the model: {self._layout.numel} of {len(self._layout.shapes)} in "
-                f"{self._dtype}"
+                f"{self.dtype}"
             )
         return self._start_load(version, lambda label: self._send_file(label, path))
 
@@ -335,7 +366,7 @@ class HttpEngine(ABC):
         """See `LoadsFiles`."""
         self._digests[version] = digest
         self._chunks[self._weights_label(version)] = Chunk(version, digest, 0)
-        if self._inflight_update is not None:
+        if self.inflight_update is not None:
             self._continue_with_newest()
         return digest
 
@@ -351,15 +382,15 @@ class HttpEngine(ABC):
         older = [each for each in older if not each.request.id.is_held_out]
         for running in older:
             running.request = _with_version(running.request, newest)
-            running.is_renewing = self._inflight_update == "partial"
-        if self._inflight_update == "partial":
+            running.is_renewing = self.inflight_update == "partial"
+        if self.inflight_update == "partial":
             self._abort_streams(older)
         elif self._is_multi_version:
             self._keep_kv(newest)
 
     def _keeps_version(self, running: ServerRequest) -> bool:
         """Whether the server must not continue a request with other weights, which `_keep_kv` lets it do."""
-        return self._inflight_update == "inflight" and running.request.id.is_held_out
+        return self.inflight_update == "inflight" and running.request.id.is_held_out
 
     def _start_load(self, version: int, send: Callable[[str], str]) -> Future[str]:
         """Load a version by `send`, which gets its name at the server and returns its digest.
@@ -390,7 +421,7 @@ class HttpEngine(ABC):
                 try:
                     return sending.result(LOAD_CHECK_S)
                 except TimeoutError:
-                    self.server.check_responds(self._silence_s)
+                    self.server.check_responds(self.silence_s)
         finally:
             self._last_event_s = time.monotonic()
 
@@ -407,7 +438,7 @@ class HttpEngine(ABC):
             raise EngineError(f"version {version} has {num_unfinished} unfinished requests")
         del self._digests[version]
         label = self._labels.pop(version)
-        if self._inflight_update == "inflight" and version > max(self._digests, default=version):
+        if self.inflight_update == "inflight" and version > max(self._digests, default=version):
             self._keep_kv(max(self._digests))
         self._unload(label)
 
@@ -417,7 +448,7 @@ class HttpEngine(ABC):
         """See `ContinuesOutputs`. With `inflight_update`, requests of an older version start with the newest
         one, and no output is continued.
         """
-        if self._inflight_update is not None and self._digests:
+        if self.inflight_update is not None and self._digests:
             newest = max(self._digests)
             requests = [r if r.version > newest else _with_version(r, newest) for r in requests]
         reasons = {request.id: self._reason_to_reject(request) for request in requests}
@@ -429,8 +460,8 @@ class HttpEngine(ABC):
 
     def _add(self, request: Request, output: PartialOutput | None) -> None:
         """Let a request wait for a row or, after a whole turn, for its observation."""
-        digest, is_fixed = self._digests[request.version], self._inflight_update is None
-        may_continue = is_fixed and not self._returns_routes  # else it starts again
+        digest, is_fixed = self._digests[request.version], self.inflight_update is None
+        may_continue = is_fixed and not self.returns_routes  # else it starts again
         if output is None or not may_continue or not can_continue(request, output, digest):
             self._waiting[request.id] = ServerRequest(request)
             return
@@ -466,7 +497,7 @@ class HttpEngine(ABC):
         """The tokens whose weights the server has listed. None with in-flight updates, or if the experts of
         their tokens are needed, too.
         """
-        if self._inflight_update is not None or self._returns_routes:
+        if self.inflight_update is not None or self.returns_routes:
             return {}
         chosen = {id: r for id, r in self._unfinished.items() if ids is None or id in ids}
         return {
@@ -521,10 +552,10 @@ class HttpEngine(ABC):
         num_streams = sum(running.is_generating for running in self._running.values())
         self._handle_events(num_streams, MIGRATING_WAIT_S if self.num_migrations else STEP_WAIT_S)
         self.busy_row_s += num_streams * (time.monotonic() - began_s)
-        if num_streams and began_s - self._last_event_s > self._silence_s:
+        if num_streams and began_s - self._last_event_s > self.silence_s:
             raise RunError(
                 f"{self.server} has {num_streams} requests and has sent nothing for silence_s = "
-                f"{self._silence_s:g} s"
+                f"{self.silence_s:g} s"
             )
         completions, self._completions = self._completions, []
         return completions
@@ -603,7 +634,7 @@ class HttpEngine(ABC):
 
     def kv_format(self, version: int) -> KVFormat:
         layout = () if self._kv is None else self._kv.layout
-        return KVFormat(FORMAT_VERSION, self._config.digest(), self._digests[version], self._dtype, layout)
+        return KVFormat(FORMAT_VERSION, self._config.digest(), self._digests[version], self.dtype, layout)
 
     def find_request(self, request_id: RequestId) -> Request | None:
         unfinished = self._running.get(request_id) or self._waiting.get(request_id)
@@ -613,7 +644,7 @@ class HttpEngine(ABC):
         num_users = self._num_rows + len(self._waiting) + self._migrator.num_reserved
         if reason := self._reason_to_reject(request):
             return reason
-        return f"all {self._max_rows} rows are in use" if num_users >= self._max_rows else ""
+        return f"all {self.max_rows} rows are in use" if num_users >= self.max_rows else ""
 
     def check_exported_kv(self, request: Request, output: PartialOutput, kv: ExportedKV) -> ExportedKV:
         if self._kv is None:
@@ -678,7 +709,7 @@ class HttpEngine(ABC):
         """Send waiting requests to the server while rows are free."""
         if not self._running:
             self._last_event_s = time.monotonic()
-        while self._waiting and self._num_rows + self._migrator.num_reserved < self._max_rows:
+        while self._waiting and self._num_rows + self._migrator.num_reserved < self.max_rows:
             self._start_stream(self._waiting.pop(next(iter(self._waiting))))
 
     def _restart_stuck_imports(self, now_s: float) -> None:
@@ -828,7 +859,7 @@ class HttpEngine(ABC):
             running.is_halted = True
             return
         self._withdraw_export(running)
-        if self._returns_routes:
+        if self.returns_routes:
             running.routes = self._routes_of(running, last)
         reason = "stop" if running.is_stopped else str(reason)
         if request.sampling.max_turn_tokens:
@@ -869,7 +900,7 @@ class HttpEngine(ABC):
 
     def _chunk_of(self, request: Request, label: str) -> Chunk | None:
         """Version and digest of the weights `label`, or None if they may not generate for the request."""
-        if self._inflight_update is not None and not request.id.is_held_out:
+        if self.inflight_update is not None and not request.id.is_held_out:
             return self._chunks.get(label)
         is_own = label == self._weights_label(request.version)
         return Chunk(request.version, self._digests[request.version], 0) if is_own else None
@@ -884,13 +915,13 @@ class HttpEngine(ABC):
 
     @cached_property
     def _detokenize(self) -> Detokenize:
-        return Tokenizer(self._model).decode
+        return Tokenizer(Path(self.model)).decode
 
     def _completion(self, running: ServerRequest, reason: str) -> Completion:
         version = running.request.version
         logprobs = np.array(running.logprobs, np.float32)
         chunks = _merged(running.chunks)
-        if self._inflight_update is None:  # with the observations of an episode
+        if self.inflight_update is None:  # with the observations of an episode
             chunks = (Chunk(version, self._digests[version], len(running.token_ids)),)
         return Completion(
             id=running.request.id,
@@ -925,8 +956,8 @@ class HttpEngine(ABC):
             return f"version {request.version} is not loaded; loaded: {[*self._digests]}"
         if not all(0 <= token < self._config.vocab_size for token in request.prompt_ids):
             return f"its prompt has token ids outside the vocabulary of {self._config.vocab_size}"
-        if request.max_length > self._max_context:
-            return f"it may have {request.max_length} tokens, over max_context = {self._max_context}"
+        if request.max_length > self.max_context:
+            return f"it may have {request.max_length} tokens, over max_context = {self.max_context}"
         return ""
 
 

@@ -10,7 +10,7 @@ import shutil
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from dora.engine.backends.http_engine import HttpEngine
 from dora.engine.backends.server_plugins.dora_digest import ADAPTER_FILE, safetensors_digest
 from dora.engine.request import EngineError
+from dora.errors import ConfigError
 from dora.model.config import ModelConfig
 from dora.model.pretrained import load_pretrained
 from dora.model.weights import WeightLayout, weight_digest
@@ -29,11 +30,15 @@ from dora.weights.version_file import map_version
 BASE_LABEL = "dora-base"  # of the initial model
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LoraVersions(HttpEngine):
     """An engine whose server holds the initial model, and an adapter for each version.
 
-    A subclass names this class before that of its server, which has the same arguments but for `rank`.
+    A subclass names this class before that of its server, whose own arguments it does not have. `rank` is
+    that of the adapters, trainer.lora_rank.
     """
+
+    rank: int
 
     capabilities = replace(
         HttpEngine.capabilities,
@@ -44,52 +49,36 @@ class LoraVersions(HttpEngine):
         dtypes=("float32",),
     )
 
-    def __init__(
-        self,
-        *,
-        model: str,
-        max_rows: int,
-        max_context: int,
-        version_slots: int,
-        device: str,
-        dtype: str,
-        rank: int,
-        python: str | None = None,
-        url: str | None = None,
-        arguments: Sequence[str] = (),
-        silence_s: float = 60.0,
-        num_gpus: int = 1,
-    ) -> None:
-        """`rank` is that of the adapters, trainer.lora_rank."""
-        flags = self._lora_flags(model, version_slots, rank, device)
-        super().__init__(  # type: ignore[call-arg]  # of the class of the server
-            model=model,
-            max_rows=max_rows,
-            max_context=max_context,
-            version_slots=1,
-            device=device,
-            dtype=dtype,
-            python=python,
-            url=url,
-            arguments=(*flags, *arguments),
-            silence_s=silence_s,
-            num_gpus=num_gpus,
-        )
+    @classmethod
+    def check_options(cls, **options: object) -> None:
+        """As `HttpEngine.check_options`."""
+        if "kv_connector" in options:
+            raise ConfigError(
+                "kv_connector has no effect: with adapters, requests migrate without KV; remove it"
+            )
+        super().check_options(**options)
+
+    def __post_init__(self) -> None:
+        self.arguments = (*self._lora_flags(), *self.arguments)
+        self._folders: dict[str, Path] = {}  # by label; the server may read them until the adapter is dropped
+        _, self._base = load_pretrained(Path(self.model))
+        super().__post_init__()
         if self._is_multi_version:
             raise EngineError(
                 f"{self.server} has slots for full weights, which adapters cannot use: start it without them"
             )
-        self.num_slots, self._rank = version_slots, rank
-        self._folders: dict[str, Path] = {}  # by label; the server may read them until the adapter is dropped
-        _, self._base = load_pretrained(Path(model))
-        self._check_server(model)
+        self._check_base()
+
+    @property
+    def _num_server_slots(self) -> int:
+        return 1
 
     @abstractmethod
-    def _lora_flags(self, model: str, num_slots: int, rank: int, device: str) -> Sequence[str]:
-        """Flags of a server for as many adapters. Raises ConfigError for a rank that it does not serve."""
+    def _lora_flags(self) -> Sequence[str]:
+        """Flags of a server for the adapters. Raises ConfigError for a rank that it does not serve."""
 
     @abstractmethod
-    def _check_server(self, model: str) -> None:
+    def _check_base(self) -> None:
         """Raises EngineError if the server has another initial model, or cannot hold `num_slots` adapters."""
 
     @abstractmethod
@@ -116,10 +105,10 @@ class LoraVersions(HttpEngine):
 
     def _send_weights(self, label: str, source: Tensor) -> str:
         """Load the adapter of a version. Returns the digest of its merged weights."""
-        tensors = lora_adapter(self._config, self._base, source, self._rank)
+        tensors = lora_adapter(self._config, self._base, source, self.rank)
         folder = make_store_folder(sum(tensor.nbytes for tensor in tensors.values()))
         try:
-            write_adapter(folder, tensors, self._rank, self._config.linear_names)
+            write_adapter(folder, tensors, self.rank, self._config.linear_names)
             if self._load_adapter(label, folder) != safetensors_digest(str(folder / ADAPTER_FILE)):
                 self._unload_adapter(label)
                 raise EngineError(f"{self.server} has read another adapter than was written to {folder}")

@@ -18,7 +18,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from dora.engine.backends.http_engine import (
 )
 from dora.engine.backends.kv_exchange import nixl_environment
 from dora.engine.backends.lora_versions import LoraVersions
-from dora.engine.backends.server import JsonBody, ServerKind, attach_server, start_server
+from dora.engine.backends.server import EngineServer, JsonBody, ServerKind, attach_server, start_server
 from dora.engine.backends.server_plugins.dora_sglang import (
     CONTINUE_WITH,
     DECODE_ONLY,
@@ -78,85 +78,48 @@ CPU_ALIGNMENT = 32
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1"}
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Sglang(HttpEngine):
-    """An SGLang server, with DORA-RL's scheduler."""
+    """An SGLang server, with DORA-RL's scheduler. With `returns_routes` requests migrate without KV."""
+
+    returns_routes: bool = False
 
     server_kind = SGLANG
     capabilities = replace(HttpEngine.capabilities, routes=True)
 
-    def __init__(
-        self,
-        *,
-        model: str,
-        max_rows: int,
-        max_context: int,
-        version_slots: int,
-        device: str,
-        dtype: str,
-        python: str | None = None,
-        url: str | None = None,
-        arguments: Sequence[str] = (),
-        silence_s: float = 60.0,
-        num_gpus: int = 1,
-        kv_connector: str = "files",
-        host: str | None = None,
-        pool: Path | None = None,
-        inflight_update: str | None = None,
-        returns_routes: bool = False,
-    ) -> None:
-        """Start a server with the interpreter `python` and additional `arguments`, or use the one at `url`.
-
-        A started server divides the model among `num_gpus` GPUs, of which `device` is the first. Requests
-        migrate with their KV through the folder `pool`, in memory; None: without. A started server reads the
-        KV of others from files there or, with kv_connector = "nixl", from their memory; those of other
-        machines reach it at `host`, if that is given. With `returns_routes` they migrate without KV.
-
-        The engine is lost if the server sends nothing for `silence_s` while it has requests.
-        """
-        SGLANG.check_options(python, url)
-        if python is not None:
-            context = max_context + SPARE_TOKENS
-            sizes = ("--context-length", f"{context}", "--max-running-requests", f"{max_rows}")
-            own = ("--model-path", model, "--dtype", dtype, *_device_flags(device, num_gpus))
-            tokens = (
-                "--max-total-tokens",
-                f"{max_rows * context}",
-                "--random-seed",
-                f"{secrets.randbits(31)}",
-            )
-            routes = (ROUTES_FLAG,) if returns_routes else ()
-            flags = (*own, *sizes, *tokens, *routes, *FLAGS, *arguments)
-            environment = {key: value for key, value in ENVIRONMENT.items() if key not in os.environ}
-            environment |= {SLOTS_VARIABLE: f"{version_slots}", KV_CONNECTOR_VARIABLE: kv_connector}
-            if kv_connector == "nixl":
-                environment |= nixl_environment(host, device)
-            server = start_server(SGLANG, python, flags, environment)
-        else:
-            assert url is not None
-            server = attach_server(SGLANG, url, max_context + SPARE_TOKENS)
-            server.call("/abort_request", {"abort_all": True})  # requests of other clients
-            server.call("/continue_generation", {})
-            server.call_raw(f"/flush_cache?timeout={ABORT_TIMEOUT_S:.0f}", {})  # once they have ended
-        super().__init__(
-            server,
-            model=model,
-            max_rows=max_rows,
-            max_context=max_context,
-            dtype=dtype,
-            silence_s=silence_s,
-            inflight_update=inflight_update,
-            returns_routes=returns_routes,
+    def _start(self, python: str) -> EngineServer:
+        context, num_rows = self.max_context + SPARE_TOKENS, self.max_rows
+        flags = (
+            *("--model-path", self.model, "--dtype", self.dtype, *_device_flags(self.device, self.num_gpus)),
+            *("--context-length", f"{context}", "--max-running-requests", f"{num_rows}"),
+            *("--max-total-tokens", f"{num_rows * context}", "--random-seed", f"{secrets.randbits(31)}"),
+            *((ROUTES_FLAG,) if self.returns_routes else ()),
+            *(*FLAGS, *self.arguments),
         )
+        environment = {key: value for key, value in ENVIRONMENT.items() if key not in os.environ}
+        environment |= {SLOTS_VARIABLE: f"{self._num_server_slots}", KV_CONNECTOR_VARIABLE: self.kv_connector}
+        if self.kv_connector == "nixl":
+            environment |= nixl_environment(self.host, self.device)
+        return start_server(SGLANG, python, flags, environment)
+
+    def _attach(self, url: str) -> EngineServer:
+        server = attach_server(SGLANG, url, self.max_context + SPARE_TOKENS)
+        server.call("/abort_request", {"abort_all": True})  # requests of other clients
+        server.call("/continue_generation", {})
+        server.call_raw(f"/flush_cache?timeout={ABORT_TIMEOUT_S:.0f}", {})  # once they have ended
+        return server
+
+    def _use_server(self) -> str:
         info = self.server.call("/server_info")
-        SGLANG.check_version(info["version"], str(server))
-        if returns_routes and not info["enable_return_routed_experts"]:
+        SGLANG.check_version(info["version"], str(self.server))
+        if self.returns_routes and not info["enable_return_routed_experts"]:
             raise EngineError(f"{self.server} must be started with {ROUTES_FLAG} for trainer.routing_replay")
-        state = info["internal_states"][0].get("dora", {}) | {"dtype": info["dtype"]}
-        self._use_plugins(state, version_slots, pool, host if kv_connector == "nixl" else None)
-        if url is not None:  # end what another engine has set
-            self._set_state(CONTINUE_WITH)
-            self._set_state(DECODE_ONLY)
-        self.kernels = f"SGLang {info['version']} on {info['device']}"
+        self._use_plugins(info["internal_states"][0].get("dora", {}) | {"dtype": info["dtype"]})
+        return f"SGLang {info['version']} on {info['device']}"
+
+    def _reset_server(self) -> None:
+        self._set_state(CONTINUE_WITH)
+        self._set_state(DECODE_ONLY)
 
     def _start_load(self, version: int, send: Callable[[str], str]) -> Future[str]:
         self._loaded = [self._labels[loaded] for loaded in self._digests]
@@ -194,7 +157,7 @@ class Sglang(HttpEngine):
             "extra_key": label,  # KV of one version never serves another
             "stream": True,
             "return_logprob": True,
-            "return_routed_experts": self._returns_routes,
+            "return_routed_experts": self.returns_routes,
             "sampling_params": {
                 "temperature": sampling.temperature,
                 "max_new_tokens": running.max_tokens,
@@ -242,23 +205,23 @@ class SglangLora(LoraVersions, Sglang):
         if not isinstance(rank, int) or rank < 1:
             raise ConfigError(f"rank = {rank!r} must be a positive integer, at least trainer.lora_rank")
 
-    def _lora_flags(self, model: str, num_slots: int, rank: int, device: str) -> Sequence[str]:
-        slots, names = f"{num_slots}", load_config(Path(model)).linear_names
+    def _lora_flags(self) -> Sequence[str]:
+        slots, names = f"{self.version_slots}", load_config(Path(self.model)).linear_names
         modules = dict.fromkeys(name.rpartition(".")[2] for name in names)
         return (
-            *("--enable-lora", "--max-lora-rank", f"{rank}", "--lora-target-modules", *modules),
+            *("--enable-lora", "--max-lora-rank", f"{self.rank}", "--lora-target-modules", *modules),
             *("--max-loras-per-batch", slots, "--max-loaded-loras", slots),
-            *(("--lora-backend", "torch_native") if device == "cpu" else ()),
+            *(("--lora-backend", "torch_native") if self.device == "cpu" else ()),
         )
 
-    def _check_server(self, model: str) -> None:
-        info, path = self.server.call("/server_info"), Path(model).resolve()
+    def _check_base(self) -> None:
+        info, path = self.server.call("/server_info"), Path(self.model).resolve()
         if not info["enable_lora"] or Path(info["model_path"]).resolve() != path:
             raise EngineError(f"{self.server} must be started with --enable-lora and --model-path {path}")
         aligned, size = CPU_ALIGNMENT * info["tp_size"], self._config.intermediate_size
         if info["device"] == "cpu" and size % aligned:  # SGLang pads the weights of MLPs, but no adapters
             raise ConfigError(
-                f"{model} has intermediate_size = {size}: on a CPU, adapters at {self.server} need a "
+                f"{self.model} has intermediate_size = {size}: on a CPU, adapters at {self.server} need a "
                 f"multiple of {aligned}; set engine.backend = sglang"
             )
         for limit in ("max_loras_per_batch", "max_loaded_loras"):

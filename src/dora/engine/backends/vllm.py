@@ -25,6 +25,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,18 @@ CPU_ENVIRONMENT = {
 }
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Vllm(HttpEngine):
-    """A vLLM server. With several version slots it has DORA-RL's worker and scheduler classes."""
+    """A vLLM server. With several version slots it has DORA-RL's worker and scheduler classes.
+
+    A started server gets weights by `weight_transfer`, see WEIGHT_TRANSFERS; "nccl" needs another GPU,
+    `sender_device`. On a CPU, a step lasts `min_step_s` or longer.
+    """
+
+    weight_transfer: str = "reload"
+    sender_device: str | None = None
+    min_step_s: float = 0.0
+    _sender: WeightSender | None = field(default=None, init=False)
 
     server_kind = VLLM
 
@@ -124,87 +135,50 @@ class Vllm(HttpEngine):
             )
         super().check_options(python=python, **others)
 
-    def __init__(
-        self,
-        *,
-        model: str,
-        max_rows: int,
-        max_context: int,
-        version_slots: int,
-        device: str,
-        dtype: str,
-        python: str | None = None,
-        url: str | None = None,
-        arguments: Sequence[str] = (),
-        silence_s: float = 60.0,
-        num_gpus: int = 1,
-        weight_transfer: str = "reload",
-        sender_device: str | None = None,
-        kv_connector: str = "files",
-        min_step_s: float = 0.0,
-        host: str | None = None,
-        pool: Path | None = None,
-        inflight_update: str | None = None,
-    ) -> None:
-        """Start a server with the interpreter `python` and additional `arguments`, or use the one at `url`.
-
-        A started server divides the model among `num_gpus` GPUs, of which `device` is the first. It gets
-        weights by `weight_transfer`, see WEIGHT_TRANSFERS; "nccl" needs another GPU, `sender_device`.
-        Requests migrate with their KV through the folder `pool`, in memory; None: without. A started server
-        reads the KV of others from files there or, with kv_connector = "nixl", from their memory; those of
-        other machines reach it at `host`, if that is given.
-
-        The engine is lost if the server sends nothing for `silence_s` while it has requests.
-        """
-        VLLM.check_options(python, url)
-        if python is not None:
-            config = load_config(Path(model))
-            if device == "cpu":
-                _check_head_dim(model, config.head_dim)
-            kv_bytes = config.kv_bytes_per_token * max_rows * max_context
-            sizes = ("--max-model-len", f"{max_context}", "--max-num-seqs", f"{max_rows}")
-            seed = f"{secrets.randbits(31)}"
-            flags: tuple[str, ...] = ("--model", model, "--dtype", dtype, *sizes, "--seed", seed)
-            transfer_flags = _transfer_flags(weight_transfer, device, num_gpus, sender_device, version_slots)
-            device_flags, environment = _device_options(device, num_gpus, kv_bytes, arguments, min_step_s)
-            kv_flags, kv_environment = _kv_options(pool, kv_connector, host, device)
-            environment |= kv_environment
-            if version_slots > 1:
-                environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the worker class exchanges the first's model
-            if weight_transfer == "ipc":
-                environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # of handles, with the auth token
-            flags += (*FLAGS, *transfer_flags, *kv_flags, *device_flags, *arguments)
-            server = start_server(VLLM, python, flags, environment)
-        else:
-            assert url is not None
-            server = attach_server(VLLM, url, max_context)
-        version = server.call("/version")["version"]
-        VLLM.check_version(version, str(server))
-        super().__init__(
-            server,
-            model=model,
-            max_rows=max_rows,
-            max_context=max_context,
-            dtype=dtype,
-            silence_s=silence_s,
-            inflight_update=inflight_update,
+    def _start(self, python: str) -> EngineServer:
+        model, device, num_slots = self.model, self.device, self._num_server_slots
+        config = load_config(Path(model))
+        if device == "cpu":
+            _check_head_dim(model, config.head_dim)
+        kv_bytes = config.kv_bytes_per_token * self.max_rows * self.max_context
+        transfer_flags = _transfer_flags(
+            self.weight_transfer, device, self.num_gpus, self.sender_device, num_slots
         )
+        device_flags, environment = _device_options(
+            device, self.num_gpus, kv_bytes, self.arguments, self.min_step_s
+        )
+        kv_flags, kv_environment = _kv_options(self.pool, self.kv_connector, self.host, device)
+        environment |= kv_environment
+        if num_slots > 1:
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the worker class exchanges the first's model
+        if self.weight_transfer == "ipc":
+            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # of handles, with the auth token
+        flags = (
+            *("--model", model, "--dtype", self.dtype, "--max-model-len", f"{self.max_context}"),
+            *("--max-num-seqs", f"{self.max_rows}", "--seed", f"{secrets.randbits(31)}"),
+            *(*FLAGS, *transfer_flags, *kv_flags, *device_flags, *self.arguments),
+        )
+        server = start_server(VLLM, python, flags, environment)
+        if self.weight_transfer != "reload":
+            if self.sender_device is not None:
+                environment |= _visible_gpus(self.sender_device, 1)
+            self._sender = WeightSender(python, self.weight_transfer, server, self.num_gpus, environment)
+        return server
+
+    def _attach(self, url: str) -> EngineServer:
+        return attach_server(VLLM, url, self.max_context)
+
+    def _use_server(self) -> str:
+        version = self.server.call("/version")["version"]
+        VLLM.check_version(version, str(self.server))
         infos = self._call_workers("dora_info")
-        info = infos[0] | {"kv_workers": len(infos)}
-        self._use_plugins(info, version_slots, pool, host if kv_connector == "nixl" else None)
-        if url is not None:
-            self._reset_server()
-        turns = ", versions take turns" if version_slots > 1 and not info.get("mixes_versions") else ""
-        self.kernels = f"vLLM {version} on {info['device']}{turns}"
-        self._sender: WeightSender | None = None
-        if weight_transfer != "reload":
-            assert python is not None
-            if sender_device is not None:
-                environment |= _visible_gpus(sender_device, 1)
-            self._sender = WeightSender(python, weight_transfer, server, num_gpus, environment)
+        self._use_plugins(infos[0] | {"kv_workers": len(infos)})
+        turns = (
+            "" if self._num_server_slots == 1 or infos[0].get("mixes_versions") else ", versions take turns"
+        )
+        return f"vLLM {version} on {infos[0]['device']}{turns}"
 
     def _reset_server(self) -> None:
-        """End what another engine or client has set at the server."""
         self.server.call("/abort_requests", {})
         self.server.call("/resume", {})
         self._call_workers("dora_drop_all_versions")
@@ -470,13 +444,13 @@ class VllmLora(LoraVersions, Vllm):
         super().check_options(**others)
         _max_lora_rank(rank)
 
-    def _lora_flags(self, model: str, num_slots: int, rank: int, device: str) -> Sequence[str]:
-        slots, max_rank = f"{num_slots}", f"{_max_lora_rank(rank)}"
+    def _lora_flags(self) -> Sequence[str]:
+        slots, max_rank = f"{self.version_slots}", f"{_max_lora_rank(self.rank)}"
         return "--enable-lora", "--max-loras", slots, "--max-cpu-loras", slots, "--max-lora-rank", max_rank
 
-    def _check_server(self, model: str) -> None:
+    def _check_base(self) -> None:
         if HttpEngine._send_weights(self, BASE_LABEL, self._base) != weight_digest(self._base):
-            raise EngineError(f"{self.server} has not loaded the weights of {model}")
+            raise EngineError(f"{self.server} has not loaded the weights of {self.model}")
 
     def _load_adapter(self, label: str, folder: Path) -> str:
         digests = {*self._call_workers("dora_digest", str(folder / ADAPTER_FILE))}
