@@ -64,25 +64,19 @@ class FakeEngines:
     """Engines that do nothing; implements `EngineControl`."""
 
     def __init__(self, events: deque[Event]) -> None:
-        self.all_engines = [*range(NUM_ENGINES)]
-        self.joined_engines = {*self.all_engines}
-        self.rejections: dict[int, str] = {}
+        self.engine_ends: dict[int, str | None] = dict.fromkeys(range(NUM_ENGINES))
+        self.joined_engines = {*self.engine_ends}
+        self.drain_rejections: dict[int, str] = {}
         self._events = events
 
     def add_engines(self, count: int) -> list[int]:
-        first = len(self.all_engines)
+        first = len(self.engine_ends)
         started = [*range(first, first + count)]
-        self.all_engines += started
+        self.engine_ends |= dict.fromkeys(started)
         return started
 
     def drain_engine(self, engine: int) -> None:
         self._events.append(DrainRequested(engine))
-
-    def drain_rejection(self, engine: int) -> str | None:
-        return self.rejections.get(engine)
-
-    def engine_end(self, engine: int) -> str | None:
-        return None
 
 
 class FakeContext:
@@ -170,7 +164,7 @@ class FakeRun:
                 continue
             for action in self.orchestrator.handle(event, 1.0):
                 if isinstance(action, RejectDrain):
-                    self.context.engines.rejections[action.engine] = action.reason
+                    self.context.engines.drain_rejections[action.engine] = action.reason
 
     @property
     def agents(self) -> AgentSessions:

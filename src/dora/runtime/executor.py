@@ -101,7 +101,7 @@ class ProcessExecutor:
             setup, self.weights.folder, self._supervisor, self.events, self.sample_book, notice
         )
         self._elastic = ElasticEngines(setup, self._launcher, self.engine_pool, self.events, notice)
-        self._drain_rejections: dict[int, str] = {}  # engine -> reason, until it is drained again
+        self.drain_rejections: dict[int, str] = {}  # engine -> reason, until it is drained again
         self.engine_pool.digests.update(kept)
         start = (previous.resumed.from_step, previous.checkpoint) if previous else (0, None)
         self.training = TrainerRanks(
@@ -200,7 +200,7 @@ class ProcessExecutor:
             case actions.RemoveEngine(engine):
                 self.engine_pool.remove(engine)
             case actions.RejectDrain(engine, reason):
-                self._drain_rejections[engine] = reason
+                self.drain_rejections[engine] = reason
                 self.notice(f"engine {engine} is not drained: {reason}")
             case actions.Load(engine, version):
                 self.engine_pool.send(engine, m.LoadWeights(version))
@@ -325,17 +325,14 @@ class ProcessExecutor:
         return self.training.rank0
 
     @property
-    def all_engines(self) -> list[int]:
-        """Numbers of all current and former engines, in order."""
-        return sorted({*self.engine_pool.workers, *self.engine_pool.end_states})
+    def engine_ends(self) -> dict[int, str | None]:
+        """See `EngineControl`."""
+        pool = self.engine_pool
+        return {engine: pool.end_states.get(engine) for engine in sorted({*pool.workers, *pool.end_states})}
 
     @property
     def joined_engines(self) -> Set[int]:
         return self.engine_pool.joined
-
-    def engine_end(self, engine: int) -> str | None:
-        """See `EngineControl`."""
-        return self.engine_pool.end_states.get(engine)
 
     def add_engines(self, count: int) -> list[int]:
         """Start engines; returns their numbers. Raises ServiceError without room for them."""
@@ -354,12 +351,8 @@ class ProcessExecutor:
 
     def drain_engine(self, engine: int) -> None:
         """See `EngineControl`."""
-        self._drain_rejections.pop(engine, None)
+        self.drain_rejections.pop(engine, None)
         self.events.append(events.DrainRequested(engine))  # a second request changes nothing
-
-    def drain_rejection(self, engine: int) -> str | None:
-        """See `EngineControl`."""
-        return self._drain_rejections.get(engine)
 
     def awaited_inputs(self) -> list[str]:
         """External inputs for which the run waits or may have to wait."""

@@ -43,7 +43,7 @@ from dora.metrics.run import RunMetrics, StepRecord, TimedOrchestrator
 from dora.metrics.summary import summarize
 from dora.metrics.writer import MetricsWriter, Trackers
 from dora.runtime import run_dir
-from dora.runtime.control.admin import AdminRequests, ControlDir
+from dora.runtime.control.admin import ControlDir
 from dora.runtime.control.failure_guard import FailureGuard
 from dora.runtime.control.requests import Gateway, RequestQueue, check_gateway
 from dora.runtime.control.status import TRAINING, StatusWriter
@@ -192,7 +192,8 @@ class _Session:
         gateway: Gateway | None,
     ) -> None:
         config = setup.config
-        self._setup, self._signals, self._previous, self._gateway = setup, signals, previous, gateway
+        self._setup, self._signals, self._control = setup, signals, control
+        self._previous, self._gateway = previous, gateway
         self._console = RunConsole(console, config.run.steps)
         workers = [plural(config.num_engines, "engine"), "1 trainer"]
         workers += [plural(config.num_reward_workers, "reward worker")]
@@ -245,7 +246,6 @@ class _Session:
             self._metrics = previous.metrics if previous else RunMetrics(setup.limits, book, migrations)
             self._live = LiveRun(setup, self._executor, state, self._metrics)
             self._requests = RequestQueue(self._live, self._executor.wake_up)
-            self._admin = AdminRequests(control, self._requests)
             notice, num_steps = self._console.notice, config.run.steps
             self._status = StatusWriter(setup.out, self._executor, state, notice, num_steps)
             on_error.pop_all()
@@ -343,7 +343,7 @@ class _Session:
         self._requests.process()
         self._status.update()
         if self._live.is_training:
-            self._admin.process()
+            self._control.process(self._requests)
 
     # every event passes here, before its actions are executed
 

@@ -12,7 +12,7 @@ import pytest
 from tests.service.fake_run import FakeRun
 
 from dora.errors import InputError, RunError, ServiceError
-from dora.runtime.control.admin import AdminAnswer, AdminRequest, AdminRequests, ControlDir, send_request
+from dora.runtime.control.admin import AdminAnswer, AdminRequest, ControlDir, send_request
 from dora.runtime.control.engines import add_engine, drain_engine
 
 
@@ -96,7 +96,7 @@ def test_a_run_that_ends_before_it_answers_ends_the_wait(tmp_path: Path) -> None
 def test_an_invalid_request_is_answered_with_its_mistake(tmp_path: Path, text: str, reason: str) -> None:
     run, control = FakeRun(tmp_path), ControlDir(tmp_path)
     (tmp_path / "control" / "1.request").write_text(text)
-    AdminRequests(control, run.requests).process()
+    control.process(run.requests)
     answer = AdminAnswer(**json.loads((tmp_path / "control" / "1.answer").read_text()))
     assert not answer.is_done
     assert answer.text.startswith("invalid request: ")

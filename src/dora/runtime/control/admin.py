@@ -57,8 +57,18 @@ class ControlDir:
     def __init__(self, run: Path) -> None:
         self._folder = run / "control"
         self._next_s = 0.0
+        self._pending: dict[str, tuple[AdminRequest, Future[Any]]] = {}
         self._folder.mkdir()
         write_driver(run)
+
+    def process(self, requests: RequestQueue[Any]) -> None:
+        """Submit new requests to the driver, and answer those that are finished."""
+        for request_id, wanted in self.new_requests():
+            self._pending[request_id] = wanted, requests.submit(_function(wanted), math.inf)
+        for request_id, (wanted, result) in [*self._pending.items()]:
+            if result.done():
+                del self._pending[request_id]
+                self.answer(request_id, _answer(wanted, result))
 
     def new_requests(self) -> list[tuple[str, AdminRequest]]:
         """New requests by id; none within POLL_S of the last scan. Invalid ones are answered here."""
@@ -110,23 +120,6 @@ def send_request(run: Path, wanted: AdminRequest, timeout_s: float) -> AdminAnsw
             path.unlink(missing_ok=True)
     reason = "the run is starting or saving" if is_unread else "the request is still in progress"
     raise RunError(f"{run}: no reply within {timeout_s:g} s: {reason}")
-
-
-class AdminRequests:
-    """Passes the requests in a control folder to the driver, and its answers back."""
-
-    def __init__(self, control: ControlDir, requests: RequestQueue[Any]) -> None:
-        self._control, self._requests = control, requests
-        self._pending: dict[str, tuple[AdminRequest, Future[Any]]] = {}
-
-    def process(self) -> None:
-        """Submit new requests, and answer those that are finished."""
-        for request_id, wanted in self._control.new_requests():
-            self._pending[request_id] = wanted, self._requests.submit(_function(wanted), math.inf)
-        for request_id, (wanted, result) in [*self._pending.items()]:
-            if result.done():
-                del self._pending[request_id]
-                self._control.answer(request_id, _answer(wanted, result))
 
 
 def _function(wanted: AdminRequest) -> Callable[[EngineContext], Any]:

@@ -6,7 +6,7 @@ progress.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -23,18 +23,16 @@ class EngineControl(Protocol):
     def drain_engine(self, engine: int) -> None:
         """Ask the orchestrator to drain an engine that has joined."""
 
-    def drain_rejection(self, engine: int) -> str | None:
-        """Why the orchestrator has refused the last request to drain an engine; None if it has not."""
+    @property
+    def drain_rejections(self) -> Mapping[int, str]:
+        """Why the orchestrator has refused the last request to drain an engine."""
 
     @property
-    def all_engines(self) -> Sequence[int]:
-        """Numbers of all current and former engines, in order."""
+    def engine_ends(self) -> Mapping[int, str | None]:
+        """How each ended, in order: "removed", "lost (reason)" or "no place (...)"; None: it has not."""
 
     @property
     def joined_engines(self) -> Set[int]: ...
-
-    def engine_end(self, engine: int) -> str | None:
-        """How an engine ended: "removed", "lost (reason)" or "no place (...)"; None if it has not."""
 
 
 class EngineContext(Protocol):
@@ -55,7 +53,7 @@ class EngineContext(Protocol):
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """One engine; `end` is how it ended, see `EngineControl.engine_end`."""
+    """One engine; `end` is how it ended, see `EngineControl.engine_ends`."""
 
     engine: int
     state: Literal["starting", "running", "paused", "draining", "ended"]
@@ -72,15 +70,15 @@ EngineRequest = Callable[[EngineContext], EngineStatus | None]
 
 def list_engines(context: EngineContext) -> list[EngineStatus]:
     """All current and former engines."""
-    return [get_engine(context, engine) for engine in context.engines.all_engines]
+    return [get_engine(context, engine) for engine in context.engines.engine_ends]
 
 
 def get_engine(context: EngineContext, engine: int) -> EngineStatus:
     """One engine. Raises ServiceError if the run never had it."""
-    control, record = context.engines, context.state().engines.get(engine)
-    if engine not in control.all_engines:
+    ends, record = context.engines.engine_ends, context.state().engines.get(engine)
+    if engine not in ends:
         raise ServiceError(404, f"the run has no engine {engine}; {_known_engines(context)}")
-    if (end := control.engine_end(engine)) is not None:
+    if (end := ends[engine]) is not None:
         return EngineStatus(engine, "ended", end=end)
     if record is None:
         return EngineStatus(engine, "starting")
@@ -143,7 +141,7 @@ def drain_engine(engine: int, *, waits_for_end: bool) -> EngineRequest:
                 raise ServiceError(404, f"the run has no engine {engine} to drain; {known}")
             context.engines.drain_engine(engine)
             is_requested = True
-        if (reason := context.engines.drain_rejection(engine)) is not None:
+        if (reason := context.engines.drain_rejections.get(engine)) is not None:
             raise ServiceError(409, f"engine {engine} cannot be drained: {reason}; add another one first")
         found = get_engine(context, engine)
         return found if found.state in ("draining", "ended")[waits_for_end:] else None
