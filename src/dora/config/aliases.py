@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import tomllib
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 
 class KeyAlias(NamedTuple):
-    """A key of another trainer, and DORA-RL's key for the same setting."""
+    """A key of another trainer, or of an earlier DORA-RL, and the key for the same setting."""
 
     theirs: str
     ours: str  # section.key
@@ -22,20 +23,18 @@ def _key_alias(theirs: str, entry: str | dict[str, str]) -> KeyAlias:
 
 
 _DATA = tomllib.loads(Path(__file__).with_name("aliases.toml").read_text(encoding="utf-8"))
-RENAMED_TABLES: dict[str, str] = _DATA["renamed_tables"]  # old -> new name of lists of tables
-# Old -> new "section.key"; keys of a list of tables are without the table's name.
-RENAMED_KEYS: dict[str, str] = _DATA["renamed"]
-REMOVED_KEYS: list[str] = _DATA["removed"]  # as "section.key"; they have no successor
+RENAMED = tuple(KeyAlias(old, new) for old, new in _DATA["renamed"].items())  # keys, and one list of tables
 TRAINER_ALIASES = {
     trainer: tuple(_key_alias(theirs, entry) for theirs, entry in keys.items())
     for trainer, keys in _DATA["trainers"].items()
 }  # the keys of each trainer
 
 
-def find_trainer_alias(typed: str) -> KeyAlias | None:
+def find_alias(typed: str) -> KeyAlias | None:
     """The alias for a key as typed, with all or only some of the sections that the other trainer has."""
     typed = typed.lstrip("-").replace("-", "_")
-    found = [alias for keys in TRAINER_ALIASES.values() for alias in keys if _matches(typed, alias.theirs)]
+    aliases = chain(RENAMED, *TRAINER_ALIASES.values())
+    found = [alias for alias in aliases if _matches(typed, alias.theirs)]
     return max(found, key=lambda alias: len(alias.theirs), default=None)
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from dora.config.aliases import REMOVED_KEYS, RENAMED_KEYS, RENAMED_TABLES, find_trainer_alias
+from dora.config.aliases import find_alias
 from dora.config.hub import RepoType, commit_of, fetch, missing_snapshot_hint
 from dora.config.schema import (
     LIST_SECTIONS,
@@ -79,7 +79,6 @@ def make_config(tables: Mapping[str, Any]) -> Config:
 
 
 def _resolve(tables: dict[str, Any], changes: Sequence[Override], name: Path | str, folder: Path) -> Config:
-    _check_old_names(tables)
     _drop_policy_keys(tables, changes)
     if Override("runtime", "kind", "local") in changes:
         tables.pop("ray", None)  # the [ray] of the file describes a cluster that the override leaves unused
@@ -96,7 +95,6 @@ def _resolve(tables: dict[str, Any], changes: Sequence[Override], name: Path | s
 
 def parse_config(tables: Mapping[str, Any]) -> Config:
     """Validate parsed TOML. Raises ConfigError, and pydantic's ValidationError for a single wrong key."""
-    _check_old_names(tables)
     config = Config.model_validate(tables)
     check(config)
     return config
@@ -201,39 +199,6 @@ def _table_named(tables: dict[str, Any], section: str, name: str) -> dict[str, A
     raise ConfigError(f"override {section}.{name}...: no [[{section}]] has this name; names: {names}")
 
 
-def _check_old_names(tables: Mapping[str, Any]) -> None:
-    """Raises ConfigError with the new name of every renamed table and key."""
-    problems = [problem for section, given in tables.items() for problem in _old_names(section, given)]
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def _old_names(section: str, given: Any) -> Iterator[str]:
-    new_section = RENAMED_TABLES.get(section, section)
-    if isinstance(given, list):
-        if new_section != section:
-            yield f"[[{section}]] was renamed: use [[{new_section}]]"
-        for table in (table for table in given if isinstance(table, dict)):
-            name = f".{table['name']}" if "name" in table else ""
-            yield from _old_keys(section + name, new_section + name, new_section, table)
-    elif isinstance(given, dict):
-        yield from _old_keys(section, new_section, new_section, given)
-    elif new_section != section:
-        yield f"{section} was renamed: use {new_section}"
-
-
-def _old_keys(old_prefix: str, new_prefix: str, section: str, table: Mapping[str, Any]) -> Iterator[str]:
-    """`section` is the new name of the table's section; a prefix may also have the table's own name."""
-    for typed in table:
-        name, _, key = typed.rpartition(".")  # an override of a missing table is a key "NAME.key"
-        full, old = f"{section}.{key}", f"{old_prefix}.{typed}"
-        new = RENAMED_KEYS.get(full, full).removeprefix(f"{section}.")
-        if full in REMOVED_KEYS:
-            yield f"{old} was removed: delete it"
-        elif new != key or (name and old_prefix != new_prefix):
-            yield f"{old} was renamed: use {new_prefix}.{name + '.' if name else ''}{new}"
-
-
 def _explain(details: ErrorDetails) -> str:
     """The lines for one error of pydantic: key, value, rule, remedy, help."""
     where = [part for part in details["loc"] if isinstance(part, str)]  # the other parts are list indices
@@ -273,7 +238,7 @@ def _required_keys(section: str) -> list[str]:
 
 def _suggest(where: Sequence[str], typed: Sequence[str]) -> str:
     """The remedy for an unknown section or key at `where`; `typed` are all names in it."""
-    if hint := _suggest_alias(typed):
+    if hint := _suggest_alias([*dict.fromkeys((*typed, where[0]))]):  # a renamed table may have any keys
         return hint
     is_section = len(where) == 1
     keys = [key for section, key, _ in iter_keys() if section == where[0]]
@@ -285,8 +250,8 @@ def _suggest(where: Sequence[str], typed: Sequence[str]) -> str:
 
 
 def _suggest_alias(typed: Sequence[str]) -> str:
-    """DORA-RL's keys for keys of other trainers; empty if there are none."""
-    aliases = [(name, alias) for name in typed if (alias := find_trainer_alias(name)) is not None]
+    """The keys for renamed ones and for those of other trainers; empty if there are none."""
+    aliases = [(name, alias) for name in typed if (alias := find_alias(name)) is not None]
     return "; ".join(
         f"{name} is {alias.ours} here" + (f" ({alias.note})" if alias.note else "") for name, alias in aliases
     )
