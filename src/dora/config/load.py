@@ -13,7 +13,7 @@ import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -23,9 +23,7 @@ from dora.config.hub import RepoType, commit_of, fetch, missing_snapshot_hint
 from dora.config.schema import (
     LIST_SECTIONS,
     Config,
-    FleetSection,
-    NamedSource,
-    RewardTaskSection,
+    Section,
     iter_keys,
     iter_sections,
 )
@@ -33,23 +31,26 @@ from dora.config.validate import check
 from dora.errors import ConfigError, DamagedRunError, is_hub_name, not_utf8
 from dora.trainer.recipe import AdvEstimator, PolicyLoss
 
-SERVICE = "service"  # in place of a path or a class: the input comes through the service
-BUILT_IN = {
-    "data": ("gcd", SERVICE),
-    "eval": ("gcd",),
-    "reward": (SERVICE,),
+# Values that are neither paths nor names of classes and functions, by section.
+BACKENDS = ("vllm", "vllm-lora", "sglang", "sglang-lora", "transformers")
+BUILT_IN: dict[str, tuple[str, ...]] = {
+    "data": ("gcd", "service"),
+    **dict.fromkeys(("source", "eval", "eval_source"), ("gcd",)),
+    **dict.fromkeys(("reward", "reward_task"), ("service",)),
+    **dict.fromkeys(("engine", "fleet"), BACKENDS),
     "algorithm": (*get_args(AdvEstimator), *get_args(PolicyLoss)),
-    "engine": ("vllm", "vllm-lora", "sglang", "sglang-lora", "transformers"),
-}  # values that are neither paths nor classes nor functions
-HUB_KINDS: dict[str, RepoType] = {
-    **dict.fromkeys(("model.path", "critic.path", "distillation.teachers"), "model"),
-    **dict.fromkeys(("data.path", "eval.path"), "dataset"),
 }
-HAS_REVISION = ("model", "data", "eval")  # sections
+OBJECTS = (  # values that name a class or function
+    *("reward.function", "reward_task.class", "env.environment"),
+    *("engine.backend", "fleet.backend", "trainer.backend"),
+    *("algorithm.adv_estimator", "algorithm.policy_loss"),
+)
+PATHS: dict[str, RepoType | None] = {  # with the kind of repository on the hub that a value may name
+    **dict.fromkeys(("model.path", "critic.path"), "model"),
+    **dict.fromkeys(("data.path", "source.path", "eval.path", "eval_source.path"), "dataset"),
+    **dict.fromkeys(("service.token_file", "env.token_file", "trainer.continue_from")),
+}
 POLICY_KEYS = ("max_staleness", "batches_per_version", "ablations")  # they belong to one update policy
-
-
-SourceT = TypeVar("SourceT", bound=NamedSource)
 
 
 class Override(NamedTuple):
@@ -67,7 +68,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     those of the file are relative to its folder, those of overrides to the working directory. Raises
     ConfigError.
     """
-    return _resolve(_read_tables(path), [_parse_override(given) for given in overrides], path, path.parent)
+    return _read(_read_tables(path), [_parse_override(given) for given in overrides], path, path.parent)
 
 
 def make_config(tables: Mapping[str, Any]) -> Config:
@@ -75,10 +76,10 @@ def make_config(tables: Mapping[str, Any]) -> Config:
 
     Raises ConfigError.
     """
-    return _resolve(copy.deepcopy(dict(tables)), [], "the configuration", Path())
+    return _read(copy.deepcopy(dict(tables)), [], "the configuration", Path())
 
 
-def _resolve(tables: dict[str, Any], changes: Sequence[Override], name: Path | str, folder: Path) -> Config:
+def _read(tables: dict[str, Any], changes: Sequence[Override], name: Path | str, folder: Path) -> Config:
     _drop_policy_keys(tables, changes)
     if Override("runtime", "kind", "local") in changes:
         tables.pop("ray", None)  # the [ray] of the file describes a cluster that the override leaves unused
@@ -270,70 +271,39 @@ def _suggest_section(typed: Sequence[str]) -> str:
 
 def _resolve_paths(config: Config, folder_of: Callable[[str], Path]) -> Config:
     """Make all paths absolute and check that they exist; `folder_of(key)` is what its path is relative to."""
-    changes: dict[str, dict[str, Any]] = {name: {} for name in Config.model_fields}
-    for section, key in (
-        *(("reward", "function"), ("env", "environment"), ("engine", "backend"), ("trainer", "backend")),
-        *(("algorithm", "adv_estimator"), ("algorithm", "policy_loss")),
-    ):
-        value = getattr(getattr(config, section), key)
-        if value not in (None, *BUILT_IN.get(section, ())):
-            changes[section][key] = _resolve_attribute(f"{section}.{key}", value, folder_of)
-    for section, key in (
-        *((section, "path") for section in ("model", "data", "critic", "eval")),
-        *((section, "token_file") for section in ("service", "env")),
-        ("trainer", "continue_from"),
-    ):
-        value, name = getattr(getattr(config, section), key), f"{section}.{key}"
-        built_in = BUILT_IN.get(section, ())
-        if value not in (None, *built_in):
-            revision = getattr(config, section).revision if section in HAS_REVISION else None
-            path = _existing_path(name, value, folder_of(name), built_in, HUB_KINDS.get(name), revision)
-            changes[section][key] = path
-            if section in HAS_REVISION:
-                changes[section]["revision"] = commit_of(path)
+    update: dict[str, Any] = {}
+    for section, _ in iter_sections():
+        given = getattr(config, section)
+        if section in LIST_SECTIONS:
+            update[section] = [_resolve(section, f"{section}.{t.name}", t, folder_of) for t in given]
+        else:
+            update[section] = _resolve(section, section, given, folder_of)
     key, teachers = "distillation.teachers", config.distillation
-    changes["distillation"]["teachers"] = teachers.servers + [
-        _existing_path(key, folder, folder_of(key), kind="model") for folder in teachers.folders
-    ]
-    if config.engine.options is not None:
-        changes["engine"]["options"] = _resolve_python(config.engine.options, folder_of("engine.options"))
-    update: dict[str, Any] = {
-        section: getattr(config, section).model_copy(update=new) for section, new in changes.items() if new
-    }
-    update["fleet"] = [_resolve_fleet(fleet, folder_of) for fleet in config.fleet]
-    update["source"] = [_resolve_source("source", source, folder_of) for source in config.source]
-    update["eval_source"] = [
-        _resolve_source("eval_source", source, folder_of) for source in config.eval_source
-    ]
-    update["reward_task"] = [_resolve_task(task, folder_of) for task in config.reward_task]
+    folders = [_existing_path(key, folder, folder_of(key), kind="model") for folder in teachers.folders]
+    update["distillation"] = teachers.model_copy(update={"teachers": teachers.servers + folders})
     return config.model_copy(update=update)
 
 
-def _resolve_task(task: RewardTaskSection, folder_of: Callable[[str], Path]) -> RewardTaskSection:
-    key = f"reward_task.{task.name}"
-    options, path = task.options, task.options.get("path")
-    if isinstance(path, str) and (found := (folder_of(f"{key}.options") / path).resolve()).exists():
-        options = {**options, "path": str(found)}
-    factory = task.factory
-    if factory != SERVICE:
-        factory = _resolve_attribute(f"{key}.class", factory, folder_of)
-    return task.model_copy(update={"factory": factory, "options": options})
-
-
-def _resolve_source(table: str, source: SourceT, folder_of: Callable[[str], Path]) -> SourceT:
-    if source.path == "gcd":
-        return source
-    key = f"{table}.{source.name}.path"
-    path = _existing_path(key, source.path, folder_of(key), kind="dataset", revision=source.revision)
-    return source.model_copy(update={"path": path, "revision": commit_of(path)})
-
-
-def _resolve_fleet(fleet: FleetSection, folder_of: Callable[[str], Path]) -> FleetSection:
-    key, backend = f"fleet.{fleet.name}", fleet.backend
-    if backend not in BUILT_IN["engine"]:
-        backend = _resolve_attribute(f"{key}.backend", backend, folder_of)
-    options = _resolve_python(fleet.options, folder_of(f"{key}.options"))
-    return fleet.model_copy(update={"backend": backend, "options": options})
+def _resolve(section: str, prefix: str, table: Section, folder_of: Callable[[str], Path]) -> Section:
+    """The table with absolute paths; its keys are written after `prefix`."""
+    changes: dict[str, Any] = {}
+    built_in, fields = BUILT_IN.get(section, ()), type(table).model_fields
+    for attribute, field in fields.items():
+        name, value = field.alias or attribute, getattr(table, attribute)
+        rule, key = f"{section}.{name}", f"{prefix}.{name}"
+        if value is None or value in built_in:
+            continue
+        if rule in OBJECTS:
+            changes[attribute] = _resolve_attribute(key, value, folder_of)
+        elif rule in PATHS:
+            revision = getattr(table, "revision", None)
+            path = _existing_path(key, value, folder_of(key), built_in, PATHS[rule], revision)
+            changes |= {attribute: path} | ({"revision": commit_of(path)} if "revision" in fields else {})
+        elif rule in ("engine.options", "fleet.options"):
+            changes[attribute] = _resolve_python(value, folder_of(key))
+        elif rule == "reward_task.options":
+            changes[attribute] = _resolve_file(value, folder_of(key))
+    return table.model_copy(update=changes)
 
 
 def _resolve_python(options: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -344,6 +314,14 @@ def _resolve_python(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     if not isinstance(python, str) or os.sep not in python:
         return options
     return {**options, "python": os.path.abspath(folder / Path(python).expanduser())}
+
+
+def _resolve_file(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Make a file or folder in `path` absolute, if it exists."""
+    path = options.get("path")
+    if not isinstance(path, str) or not (found := (folder / path).resolve()).exists():
+        return options
+    return {**options, "path": str(found)}
 
 
 def _resolve_attribute(key: str, value: str, folder_of: Callable[[str], Path]) -> str:

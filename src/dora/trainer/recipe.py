@@ -40,8 +40,8 @@ class EarlierSchedule(NamedTuple):
 class LearningRateSchedule:
     """Linear warm-up to `lr`, then constant, or to 0 at `num_steps`, the length of the run.
 
-    It falls to 0 on a line, or on half a period of a cosine. A run that got more steps when it was resumed has `earlier_schedules`, in order. Their
-    steps have the rate of the first one that covers them.
+    It falls to 0 on a line, or on half a period of a cosine. A run that got more steps when it was resumed
+    has `earlier_schedules`, in order. Their steps have the rate of the first one that covers them.
     """
 
     lr: float
