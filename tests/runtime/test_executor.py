@@ -72,7 +72,7 @@ def test_an_engine_whose_weights_differ_from_the_published_ones_is_lost(executor
     )
     assert executor.engine_pool.active == {0}
     executor.execute(actions.Load(1, 0))  # a message to a lost engine is dropped
-    psutil.Process(executor.engine_pool.workers[0].pid).kill()
+    psutil.Process(executor.engine_pool.workers[0].process.pid).kill()
     assert next_event(executor) == events.EngineLost(0, "engine 0 was killed by SIGKILL")
     with pytest.raises(RunError, match="the last engine is lost: engine 0 was killed by SIGKILL"):
         next_event(executor)

@@ -502,7 +502,7 @@ class _Session:
         deadline_s = time.monotonic() + timeout_s
         executor.training.can_restart = False  # from now on its loss ends the run
         while not is_done():
-            if not executor.trainer.is_alive:
+            if not executor.trainer.process.is_alive:
                 raise RunError(f"the trainer exited before it could {what}: {executor.trainer.exit_reason}")
             if time.monotonic() > deadline_s:
                 raise RunError(

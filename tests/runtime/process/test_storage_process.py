@@ -70,7 +70,7 @@ class StreamBench:
         self.store.commit()
 
     def kill_storage(self) -> None:
-        process = psutil.Process(self.storage.states()[0].worker.pid)
+        process = psutil.Process(self.storage.states()[0].worker.process.pid)
         process.kill()
         process.wait(5.0)
 

@@ -43,7 +43,7 @@ def test_the_exit_code_of_a_worker_may_come_late(monkeypatch: pytest.MonkeyPatch
     messages = WorkerMessages()
     worker = Worker("a worker", send_and_wait, None, messages)
     assert messages.get(timeout=30) == (worker, "a message")
-    process = psutil.Process(worker.pid)
+    process = psutil.Process(worker.process.pid)
     fork_server = process.parent()
     assert fork_server is not None
     fork_server.suspend()
@@ -65,9 +65,9 @@ def test_a_worker_whose_channel_is_cut_is_lost_and_exits(target: Target) -> None
     messages = WorkerMessages()
     worker = Worker("a worker", target, None, messages)
     assert messages.get(timeout=30) == (worker, "a message")
-    assert isinstance(worker._process, ForkedProcess)
-    process = psutil.Process(worker.pid)
-    with socket.socket(fileno=os.dup(worker._process._connection.fileno())) as connection:
+    assert isinstance(worker.process, ForkedProcess)
+    process = psutil.Process(worker.process.pid)
+    with socket.socket(fileno=os.dup(worker.process._connection.fileno())) as connection:
         connection.shutdown(socket.SHUT_RDWR)
     assert messages.get(timeout=30) == (worker, WorkerExited())
     assert wait_until_gone([process]) == []

@@ -38,7 +38,9 @@ class Engines:
 
     @property
     def workers(self) -> dict[int, Any]:
-        return {engine: SimpleNamespace(node=node) for engine, node in self.nodes.items()}
+        return {
+            engine: SimpleNamespace(process=SimpleNamespace(node=node)) for engine, node in self.nodes.items()
+        }
 
     @property
     def joined(self) -> set[int]:

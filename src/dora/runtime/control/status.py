@@ -215,7 +215,7 @@ def find_slot_waits(workers_by_role: Mapping[str, Sequence[WorkerState]]) -> Ite
     processes.
     """
     for role, states in workers_by_role.items():
-        waiting = [each.worker for each in states if not each.is_ready and each.worker.waiting_for]
+        waiting = [each.worker for each in states if not each.is_ready and each.worker.process.waiting_for]
         if not any(each.is_ready for each in states):
             yield from (WaitEdge(role, worker.name, "it starts") for worker in waiting if worker.name != role)
-        yield from (WaitEdge(worker.name, worker.waiting_for, SLOT) for worker in waiting)
+        yield from (WaitEdge(worker.name, worker.process.waiting_for, SLOT) for worker in waiting)

@@ -25,7 +25,7 @@ class Launcher(Protocol):
 
     @property
     def draining_nodes(self) -> frozenset[str]:
-        """Nodes that will be removed, as `Worker.node` names them."""
+        """Nodes that will be removed, as `ProcessHandle.node` names them."""
 
     @property
     def num_free_slots(self) -> int:

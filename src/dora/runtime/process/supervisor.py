@@ -305,7 +305,7 @@ class Supervisor:
         self._check_run()
         worker = worker or slot.worker
         was_started, was_ready = slot.owner in self._started, slot.is_ready
-        has_place = not (is_timeout and worker not in slot.ready and worker.waiting_for)
+        has_place = not (is_timeout and worker not in slot.ready and worker.process.waiting_for)
         self.end(slot)
         delay_s: float | None = None
         if was_started and not slot.is_draining and (has_place or slot.has_been_ready):
@@ -344,7 +344,8 @@ class Supervisor:
             if now_s > slot.started_s + start_timeout_s:
                 limit = f"runtime.start_timeout_s = {start_timeout_s:g} s"
                 late = next(worker for worker in slot.workers if worker not in slot.ready)
-                problem = f"got no place on {late.waiting_for}" if late.waiting_for else "not ready"
+                waiting_for = late.process.waiting_for
+                problem = f"got no place on {waiting_for}" if waiting_for else "not ready"
                 reason = f"{', '.join(slot.not_started)} {problem} within {limit}"
                 self.report_lost(slot, reason, late, is_timeout=True)
 

@@ -318,7 +318,7 @@ class Worker:
         What the worker sends is put into `messages`; `WorkerExited` comes last.
         """
         self.name = name
-        self._process = messages.start(name, target, spec)
+        self.process = messages.start(name, target, spec)
         self.has_sent = False  # since the supervisor's last check
         self.heard_s = 0.0  # time of that check or an earlier one, on the driver's clock
         self.traceback = ""  # of the exception that ended it
@@ -337,42 +337,22 @@ class Worker:
         self._outbox.put(messages)
 
     @property
-    def pid(self) -> int | None:
-        """Process id on its own machine; None until it is known."""
-        return self._process.pid
-
-    @property
-    def node(self) -> str:
-        """See `ProcessHandle`."""
-        return self._process.node
-
-    @property
-    def waiting_for(self) -> str:
-        """See `ProcessHandle`."""
-        return self._process.waiting_for
-
-    @property
-    def is_alive(self) -> bool:
-        """False once its process is known to have exited."""
-        return self._process.is_alive
-
-    @property
     def exit_reason(self) -> str:
         """A sentence about a worker that has exited."""
         if self.traceback:
             return f"{self.name} failed: {self.traceback.strip().splitlines()[-1]}"
-        return f"{self.name} {self._process.exit_reason}"
+        return f"{self.name} {self.process.exit_reason}"
 
     def kill(self) -> None:
         """Kill the process and wait until it has exited."""
         self._outbox.put(None)
-        self._process.kill()
+        self.process.kill()
 
     def _read(self) -> None:
         """A process that is killed while it sends leaves a partial message: the channel counts as closed."""
         with contextlib.suppress(EOFError, OSError):
             while True:
-                messages = self._process.recv()
+                messages = self.process.recv()
                 self.has_sent = True
                 for message in messages:
                     if isinstance(message, WorkerCrashed):
@@ -389,7 +369,7 @@ class Worker:
                     batches.append(self._outbox.get())
                 if None in batches:  # `kill` was called
                     return
-                self._process.send([message for batch in batches for message in batch])
+                self.process.send([message for batch in batches for message in batch])
 
 
 class WorkerState(NamedTuple):
@@ -402,14 +382,14 @@ class WorkerState(NamedTuple):
 
     def to_json(self, now_s: float) -> dict[str, Any]:
         """`now_s` is the time of the driver's clock."""
-        silent_s, waiting_for = max(0.0, now_s - self.worker.heard_s), self.worker.waiting_for
+        silent_s, waiting_for = max(0.0, now_s - self.worker.heard_s), self.worker.process.waiting_for
         activity = (
             self.activity if self.is_ready else f"waiting for {waiting_for}" if waiting_for else "starting"
         )
         return {
             "name": self.worker.name,
-            "pid": self.worker.pid,
-            "node": self.worker.node[:8],
+            "pid": self.worker.process.pid,
+            "node": self.worker.process.node[:8],
             "last_message_s": round(silent_s, 3),
             "timeout_s": self.timeout_s,
             "activity": activity,

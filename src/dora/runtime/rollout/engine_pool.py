@@ -215,7 +215,7 @@ class EnginePool:
         """Where the destination reads the source's KV; None if it cannot."""
         if destination not in self._kv_pools or self._kv_kind(source) != self._kv_kind(destination):
             return None
-        is_same_node = self.workers[source].node == self.workers[destination].node
+        is_same_node = self.workers[source].process.node == self.workers[destination].process.node
         return self._kv_pools.get(source) if is_same_node else self._kv_addresses.get(source)
 
     def _kv_kind(self, engine: int) -> tuple[object, ...]:
@@ -363,7 +363,7 @@ class ElasticEngines:
             del self._next_request_s[engine]
             self._num_to_add += self._pool.end_states[engine] == REMOVED  # lost ones are restarted anyway
         for engine in sorted(self._pool.joined & self._pool.active):
-            node = self._pool.workers[engine].node
+            node = self._pool.workers[engine].process.node
             if node in self._launcher.draining_nodes and now_s > self._next_request_s.get(engine, 0.0):
                 if engine not in self._next_request_s:
                     self._notice(f"node {node[:8]} is draining: removing engine {engine}")

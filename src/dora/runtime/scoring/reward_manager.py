@@ -115,7 +115,7 @@ class RewardWorkers:
         if self._stream.storage.remote is None:
             return
         for slot in self._calls:
-            if slot.workers and (slot.worker.node or not slot.is_ready):
+            if slot.workers and (slot.worker.process.node or not slot.is_ready):
                 self._replace(slot, "the sample stream has moved")
 
     def on_lost(self, slot: Slot, loss: Loss) -> None:
