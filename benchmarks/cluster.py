@@ -36,7 +36,7 @@ from dora.engine.kv_transfer.pool import (
     create_pool,
     view_as_blocks,
 )
-from dora.runtime.process.remote_kv import KVPoolServer, RemoteKVPool
+from dora.runtime.process.remote_kv import RemoteKVPool, serve_kv
 from dora.weights.store import RemoteVersionSource, WeightStore, make_store_folder
 from report import Row, parse_options, publish
 
@@ -175,7 +175,7 @@ def source_engine(connection: Connection, path: Path, num_blocks: int) -> None:
     """Serve a KV pool until the other end of `connection` sends a message."""
     pool = view_as_blocks(create_pool(path, num_blocks * BLOCK_BYTES), num_blocks)
     pool[:] = np.arange(num_blocks, dtype=np.uint64)[:, None]
-    with closing(KVPoolServer("127.0.0.1", pool)) as server:
+    with closing(serve_kv("127.0.0.1", pool)) as server:
         connection.send(server.address)
         connection.recv()
 

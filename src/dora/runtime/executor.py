@@ -385,7 +385,7 @@ class ProcessExecutor:
 
     def workers_by_role(self) -> dict[str, list[WorkerState]]:
         """The same, by the names that the wait-for graph uses."""
-        engines, trainer = self.engine_pool.worker_states(), self.training.worker_states()
+        engines, trainer = self._supervisor.states(self.engine_pool), self.training.worker_states()
         return {ENGINES: engines, TRAINER: trainer, REWARDS: self.rewards.worker_states()}
 
     def restart_times(self) -> dict[str, float]:

@@ -19,7 +19,8 @@ from dora.engine.kv_transfer.handoff import HandoffSlots, Reservation
 from dora.engine.kv_transfer.transfer import KVTransport
 from dora.engine.messages import ImportFailed
 from dora.runtime.process import remote_kv
-from dora.runtime.process.remote_kv import KVPoolServer, RemoteKVPool, RemoteKVTransport, make_broker
+from dora.runtime.process.remote_kv import RemoteKVPool, RemoteKVTransport, make_broker, serve_kv
+from dora.runtime.process.rpc import RequestServer
 
 LOOPBACK = "127.0.0.1"
 BLOCK_BYTES = TINY.kv_bytes_per_token * 16
@@ -30,7 +31,7 @@ class RemoteEngineCluster(EngineCluster):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._pool_servers: dict[str, KVPoolServer] = {}
+        self._pool_servers: dict[str, RequestServer] = {}
         self._exit_stack = contextlib.ExitStack()
         self.broker = self._exit_stack.enter_context(contextlib.closing(make_broker(LOOPBACK)))
 
@@ -42,7 +43,7 @@ class RemoteEngineCluster(EngineCluster):
             shared = self.engines[name].shared_kv
             assert shared is not None
             assert shared.blocks is not None
-            server = KVPoolServer(LOOPBACK, shared.blocks)
+            server = serve_kv(LOOPBACK, shared.blocks)
             self._pool_servers[name] = self._exit_stack.enter_context(contextlib.closing(server))
         return self._pool_servers[name].address
 
@@ -134,7 +135,7 @@ def test_blocks_are_copied_in_frames_for_many_peers_at_once(monkeypatch: pytest.
     """As many blocks as fill several frames; each peer copies others."""
     monkeypatch.setattr(remote_kv, "KV_TIMEOUT_S", 60.0)  # of a busy machine
     pool = np.random.default_rng(0).integers(0, 2**63, (256, 2**13), np.uint64)  # of 64 KiB
-    with contextlib.closing(KVPoolServer(LOOPBACK, pool)) as server, ThreadPoolExecutor(4) as threads:
+    with contextlib.closing(serve_kv(LOOPBACK, pool)) as server, ThreadPoolExecutor(4) as threads:
 
         def copy(seed: int) -> None:
             sources = np.random.default_rng(seed).permutation(256)[:100].tolist()

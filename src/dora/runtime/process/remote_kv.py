@@ -56,21 +56,16 @@ class RemoteKVTransport(KVTransport):
             peer.close()
 
 
-class RemoteKVPool:
-    """The KV pool of an engine on another machine; a `PeerPool`."""
+class RemoteKVPool(RequestClient):
+    """The KV pool of an engine on another machine; a `PeerPool`. Not usable after a copy that failed."""
 
     def __init__(self, address: CurveAddress, num_bytes: int) -> None:
         """Connect. Raises OSError if that fails, ValueError if the blocks there are not of `num_bytes`."""
-        self._client = RequestClient(address, KV_TIMEOUT_S)
-        self._num_blocks, found = self._client.call([])
+        super().__init__(address, KV_TIMEOUT_S)
+        self._num_blocks, found = self.call([])
         if found != num_bytes:
             self.close()
             raise ValueError(f"the source's KV blocks have {found} bytes, this engine's have {num_bytes}")
-
-    @property
-    def is_usable(self) -> bool:
-        """False after a copy that has failed."""
-        return self._client.is_usable
 
     def __len__(self) -> int:
         return int(self._num_blocks)
@@ -78,34 +73,23 @@ class RemoteKVPool:
     def copy(self, sources: Sequence[int], pool: KVBlocks, targets: Sequence[int], /) -> Checksums:
         """As `PeerPool.copy`. Raises OSError; then the peer is not usable."""
         start = 0
-        for blocks in self._client.call([*sources]) if sources else ():
+        for blocks in self.call([*sources]) if sources else ():
             pool[[*targets[start : start + len(blocks)]]] = blocks
             start += len(blocks)
         return checksum_blocks(pool, targets)
 
-    def close(self) -> None:
-        self._client.close()
 
+def serve_kv(host: str, pool: KVBlocks) -> RequestServer:
+    """Serve this engine's KV to engines of other machines, at a free port. Raises OSError."""
+    size = max(1, FRAME_BYTES // bytes_per_block(pool))  # blocks of a frame
 
-class KVPoolServer:
-    """Serves this engine's KV to engines of other machines, which get its address from the driver."""
-
-    def __init__(self, host: str, pool: KVBlocks) -> None:
-        """Listen at a free port. Raises OSError."""
-        self._pool, self._blocks_per_frame = pool, max(1, FRAME_BYTES // bytes_per_block(pool))
-        self._server = RequestServer(host, self._read)
-        self.address = self._server.address
-
-    def close(self) -> None:
-        """Disconnect all engines."""
-        self._server.close()
-
-    def _read(self, blocks: list[int]) -> Any:
+    def read(blocks: list[int]) -> Any:
         """The size of the pool, or some blocks: fancy indexing copies them."""
         if not blocks:
-            return len(self._pool), bytes_per_block(self._pool)
-        size = self._blocks_per_frame
-        return [self._pool[blocks[start : start + size]] for start in range(0, len(blocks), size)]
+            return len(pool), bytes_per_block(pool)
+        return [pool[blocks[start : start + size]] for start in range(0, len(blocks), size)]
+
+    return RequestServer(host, read)
 
 
 class HandoffStatus(NamedTuple):

@@ -32,7 +32,7 @@ from dora.errors import DoraError, InputError, RunError
 from dora.runtime.process import messages as m
 from dora.runtime.process.launcher import Launcher
 from dora.runtime.process.supervisor import Loss, Role, Slot, Supervisor
-from dora.runtime.process.worker_process import Worker, WorkerState
+from dora.runtime.process.worker_process import Worker
 from dora.runtime.rollout.engine_worker import run_engine
 from dora.runtime.rollout.migration import Migrations
 from dora.runtime.run_setup import RunSetup
@@ -147,10 +147,6 @@ class EnginePool:
     def active(self) -> set[int]:
         """The engines that have started and are not being removed."""
         return {engine for engine in self.ready if not self._slots[engine].is_draining}
-
-    def worker_states(self) -> list[WorkerState]:
-        """The state of each engine's process."""
-        return self._supervisor.states(self)
 
     def check_not_empty(self) -> None:
         """Raises RunError if no engine is left and none will be restarted.

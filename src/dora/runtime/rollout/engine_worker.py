@@ -138,7 +138,7 @@ def _make_weight_loader(engine: InferenceEngine, spec: m.EngineSpec, heartbeats:
 def _ready_message(engine: InferenceEngine, spec: m.EngineSpec) -> m.WorkerReady:
     """Make the ready message; also starts to serve the engine's KV if the run has other machines."""
     from dora.engine.engine import Engine
-    from dora.runtime.process.remote_kv import KVPoolServer
+    from dora.runtime.process.remote_kv import serve_kv
 
     if not isinstance(engine, Engine):
         return m.WorkerReady(
@@ -149,7 +149,7 @@ def _ready_message(engine: InferenceEngine, spec: m.EngineSpec) -> m.WorkerReady
     if engine.shared_kv is None:
         return m.WorkerReady(engine.kernels)
     blocks = engine.shared_kv.blocks
-    address = None if spec.host is None or blocks is None else KVPoolServer(spec.host, blocks).address
+    address = None if spec.host is None or blocks is None else serve_kv(spec.host, blocks).address
     return m.WorkerReady(engine.kernels, spec.pool, address)
 
 
