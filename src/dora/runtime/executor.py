@@ -25,10 +25,10 @@ from dora.metrics.run import RunMetrics
 from dora.runtime.control.failure_guard import IdleTimeout
 from dora.runtime.memory import explain_slow_store
 from dora.runtime.process import messages as m
-from dora.runtime.process.launcher import Launcher, make_launcher
+from dora.runtime.process.launcher import make_launcher
 from dora.runtime.process.storage_process import StorageProcess
 from dora.runtime.process.supervisor import Supervisor
-from dora.runtime.process.worker_process import Worker, WorkerMessages, WorkerState
+from dora.runtime.process.worker_process import Launcher, Worker, WorkerMessages, WorkerState
 from dora.runtime.recovery.journal_replay import PreviousRun
 from dora.runtime.rollout.agent_sessions import AgentSessions
 from dora.runtime.rollout.engine_pool import ElasticEngines, EnginePool

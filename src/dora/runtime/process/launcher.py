@@ -1,4 +1,4 @@
-"""Launchers start the worker processes of a run: on this machine, or on the nodes of a Ray cluster.
+"""The launcher of a run, which starts its worker processes: here, or on the nodes of a Ray cluster.
 
 The driver is on this machine in either case.
 """
@@ -8,57 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, Protocol
 
 from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.runtime.process.ray_connect import check_reachable, make_private_token, set_ray_environment
-from dora.runtime.process.worker_process import ForkedProcess, ProcessHandle, Target, preload_workers
-
-
-class Launcher(Protocol):
-    """Starts worker processes."""
-
-    @property
-    def host(self) -> str | None:
-        """The address at which processes of other machines reach this one; None if there are none."""
-
-    @property
-    def draining_nodes(self) -> frozenset[str]:
-        """Nodes that will be removed, as `ProcessHandle.node` names them."""
-
-    @property
-    def num_free_slots(self) -> int:
-        """How many more engines could start now."""
-
-    def find_shortage(self, num_engines: int) -> str:
-        """What is missing for this many more engines, and the remedy; "" if they may get a place."""
-
-    def start(self, name: str, target: Target, spec: Any) -> ProcessHandle:
-        """Start a process that runs `target(outbox, inbox, spec)`. Raises RunError without resources."""
-
-    def close(self) -> None:
-        """Release what the processes shared; they have exited."""
-
-
-class LocalLauncher:
-    """Forks workers on this machine."""
-
-    host = None
-    draining_nodes: frozenset[str] = frozenset()
-    num_free_slots = 0
-
-    def __init__(self) -> None:
-        preload_workers()
-
-    def find_shortage(self, num_engines: int) -> str:
-        return ""  # the operating system shares the cores out
-
-    def start(self, name: str, target: Target, spec: Any) -> ProcessHandle:
-        return ForkedProcess(name, target, spec)
-
-    def close(self) -> None:
-        """Nothing is shared."""
+from dora.runtime.process.worker_process import Launcher, preload_workers
 
 
 def check_ray_config(config: Config) -> None:
@@ -104,7 +58,8 @@ def make_launcher(config: Config, run_name: str, pool_bytes: int, notice: Callab
     the user. Raises RunError if the Ray cluster cannot be joined or lacks resources.
     """
     if config.runtime.kind != "ray":
-        return LocalLauncher()
+        preload_workers()
+        return Launcher()
     address = config.ray.address
     if address is None:
         os.environ["RAY_AUTH_MODE"] = "token"  # Ray reads it when it is imported

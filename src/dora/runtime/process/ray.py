@@ -62,7 +62,7 @@ from dora.runtime.process.resources import (
     with_reserved_gpu,
 )
 from dora.runtime.process.rpc import ChannelAddress, CurveChannel, RequestServer
-from dora.runtime.process.worker_process import WORKER_ENV, ForkedProcess, ProcessHandle, Target
+from dora.runtime.process.worker_process import WORKER_ENV, Launcher, ProcessHandle, Target
 from dora.weights.store import WeightStore
 
 NODE_LABEL = "ray.io/node-id"  # Ray gives each node this label
@@ -83,8 +83,8 @@ class ReservedBundle:
     resources: ProcessResources
 
 
-class RayLauncher:
-    """Starts workers as actors; a `Launcher`."""
+class RayLauncher(Launcher):
+    """Starts workers as actors."""
 
     def __init__(self, config: Config, run_name: str, pool_bytes: int, notice: Callable[[str], None]) -> None:
         """Join or start a cluster, and reserve resources for all processes that the run starts with.
@@ -110,8 +110,6 @@ class RayLauncher:
         self._versions: dict[int, ray.ObjectRef] = {}  # in Ray's object store
         self._lock, self._is_closed = threading.Lock(), threading.Event()
         self.unconnected: set[RayProcess] = set()  # actors that have not called the driver yet
-        self.draining_nodes: frozenset[str] = frozenset()
-        self.num_free_slots = 0
         num_engines = sum(process.role == "engine" for process in processes)
         with _run_errors():
             self._reserve(processes)
@@ -123,7 +121,7 @@ class RayLauncher:
         """See `Launcher`. Environment workers are forked: they reach other machines through `env.hosts`."""
         role = role_of(spec)
         if role is None:
-            return ForkedProcess(name, target, spec)
+            return super().start(name, target, spec)
         driver = self.driver
         if self._spans_nodes and isinstance(spec, EngineSpec):
             driver = replace(driver, broker=self._broker_address())

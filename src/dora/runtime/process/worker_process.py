@@ -295,6 +295,25 @@ class ForkedProcess:
                 self._found.wait(timeout=5.0)
 
 
+class Launcher:
+    """Starts worker processes on this machine; a subclass also starts them on others."""
+
+    host: str | None = None  # the address at which processes of other machines reach this one
+    draining_nodes: frozenset[str] = frozenset()  # will be removed, as `ProcessHandle.node` names them
+    num_free_slots = 0  # how many more engines could start now
+
+    def find_shortage(self, num_engines: int) -> str:
+        """What is missing for this many more engines, and the remedy; "" if they may get a place."""
+        return ""  # the operating system shares the cores out
+
+    def start(self, name: str, target: Target, spec: Any) -> ProcessHandle:
+        """Start a process that runs `target(outbox, inbox, spec)`. Raises RunError without resources."""
+        return ForkedProcess(name, target, spec)
+
+    def close(self) -> None:
+        """Release what the processes shared; they have exited."""
+
+
 StartProcess = Callable[[str, Target, Any], ProcessHandle]
 
 

@@ -30,9 +30,8 @@ from dora.engine.messages import MigrationReply
 from dora.engine.request import Request
 from dora.errors import DoraError, InputError, RunError
 from dora.runtime.process import messages as m
-from dora.runtime.process.launcher import Launcher
 from dora.runtime.process.supervisor import Loss, Role, Slot, Supervisor
-from dora.runtime.process.worker_process import Worker
+from dora.runtime.process.worker_process import Launcher, Worker
 from dora.runtime.rollout.engine_worker import run_engine
 from dora.runtime.rollout.migration import Migrations
 from dora.runtime.run_setup import RunSetup
