@@ -165,7 +165,7 @@ def test_a_supported_fleet_is_accepted(file: Path) -> None:
     {
         "name": (["fleet.others.name=servers"], "needs a name of its own"),
         "options": (["engine.options={}"], "engine.options has no effect without engine.backend"),
-        "backend": (["fleet.others.backend=none"], "must have the form file.py:name or module:name"),
+        "backend": (["fleet.others.backend=none"], "or have the form file.py:name or module:name"),
         "key": (["fleet.others.max_seqs=3"], "unknown key; did you mean max_num_seqs"),
     }.values(),
     ids=["name", "options", "backend", "key"],

@@ -98,7 +98,7 @@ def test_an_override_names_the_task(file: Path) -> None:
         ),
         (
             ["reward_task.taste.class='hypot'"],
-            "reward_task.taste.class = 'hypot': must have the form file.py:name or module:name",
+            "reward_task.taste.class = 'hypot': must be service, or have the form file.py:name or",
         ),
         (["reward_task.brevity.class='no.py:X'"], r"reward_task.brevity.class = 'no.py': .* does not exist"),
     ],
