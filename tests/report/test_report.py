@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,17 @@ def test_a_truncated_journal_is_read_from_its_start(finished_run: Path, tmp_path
     fresh = RunReader(run)
     fresh.refresh()
     assert reader.data() == fresh.data()
+
+
+def test_an_error_names_the_line_also_behind_lines_with_digests(finished_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    header, *lines = (finished_run / JOURNAL_FILE).read_bytes().splitlines(keepends=True)
+    digests = b'{"kind": "files", "files": {}}\n'
+    (run / JOURNAL_FILE).write_bytes(b"".join((header, lines[0], digests, lines[1], digests, b"damage\n")))
+    for read in (RunReader(run).refresh, partial(read_journal, run)):
+        with pytest.raises(InputError, match="line 6: not JSON"):
+            read()
 
 
 def test_without_c1_a_span_ends_with_each_load_of_a_newer_version() -> None:

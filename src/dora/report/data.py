@@ -92,10 +92,11 @@ class RunReader:
         except OSError as error:
             raise InputError(f"{path} cannot be read ({error.strerror})") from error
         for text in complete:
-            line = read_line(path, len(self._lines) + 2, text)
+            line = read_line(path, self._num_lines + 1, text)
             if isinstance(line, JournalLine):
                 self._observe(line)
             self._offset += len(text) + 1
+            self._num_lines += 1
         self._is_torn = torn != b""
         self._stamps = stamps
         return True
@@ -133,13 +134,13 @@ class RunReader:
         }
 
     def _reset(self) -> None:
-        self._offset, self._head = 0, b""
+        self._offset, self._num_lines, self._head = 0, 0, b""  # of what was read
         self._lines: list[JournalLine] = []
 
     def _start(self, path: Path, head: bytes) -> None:
         """Read the header of a journal."""
         self._limits = read_header(path, head).limits
-        self._head, self._offset = head, len(head)
+        self._head, self._offset, self._num_lines = head, len(head), 1
         self._timeline = Timeline(breaks_c1=self._limits.breaks_c1)
         self._ended: list[Span] = []
         self._published: list[float] = []  # times, by version
