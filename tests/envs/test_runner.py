@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.envs.countdown import (
@@ -20,7 +22,7 @@ from tests.envs.countdown import (
     started,
 )
 
-from dora.envs.base import Step
+from dora.envs.base import Observation, Step
 from dora.envs.episode import EpisodeFailed, EpisodeObservation, EpisodeStarted
 
 
@@ -146,6 +148,16 @@ def test_a_prompt_that_is_too_long_fails_its_episode() -> None:
     reply = run_episode([], limits=replace(LIMITS, max_prompt_length=1))[0]
     assert isinstance(reply, EpisodeFailed)
     assert reply.reason == "environment prompt has 2 tokens, more than data.max_prompt_length = 1"
+
+
+def test_an_empty_prompt_fails_its_episode() -> None:
+    class Mute(Countdown):
+        async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
+            return ""
+
+    reply = run_episode([], make=Mute)[0]
+    assert isinstance(reply, EpisodeFailed)
+    assert reply.reason == "environment gave an empty prompt"
 
 
 async def test_an_environment_in_an_unknown_state_is_closed_and_not_reused() -> None:

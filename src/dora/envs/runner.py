@@ -164,9 +164,10 @@ class EnvRunner:
         raise Fault(f"environment took longer than env.timeout_s = {self._limits.timeout_s:g}")
 
     def _encode_prompt(self, observation: Observation) -> tuple[int, ...]:
-        prompt_ids = self._codec.encode_prompt(observation)
-        max_length = self._limits.max_prompt_length
-        if not 1 <= len(prompt_ids) <= max_length:
+        prompt_ids, max_length = self._codec.encode_prompt(observation), self._limits.max_prompt_length
+        if not prompt_ids:
+            raise Fault("environment gave an empty prompt")
+        if len(prompt_ids) > max_length:
             raise Fault(
                 f"environment prompt has {len(prompt_ids)} tokens, more than data.max_prompt_length = "
                 f"{max_length}"
