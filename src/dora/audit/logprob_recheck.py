@@ -28,15 +28,14 @@ from dora.journal.reader import SampleRow, StoredResponse, read_journal, read_re
 from dora.model.config import ModelConfig
 from dora.model.images import IMAGES_FOLDER, ImageFolder
 from dora.model.pretrained import load_config, load_pretrained
-from dora.model.weights import WeightLayout, weight_digest
+from dora.model.weights import weight_digest
 from dora.runtime.run_setup import GREEDY
 from dora.stream.sample_db import split_branches
 from dora.text import plural
 from dora.trainer.checkpoint import VERSIONS_FOLDER
 from dora.trainer.checkpoint_folders import complete_checkpoints
-from dora.trainer.packing import pack
-from dora.trainer.routing_replay import replay_routes
-from dora.trainer.transformers_policy import policy_class
+from dora.trainer.logprobs import GroupLogprobs
+from dora.trainer.settings import Sample, TrainerSettings
 from dora.weights.store import WeightStore
 
 VersionDigest = tuple[int, str]  # a version and its digest: a redone step may give the version other weights
@@ -201,8 +200,10 @@ def _compare(
         elif response is not None:
             by_temperature.setdefault(recomputer.temperature_of(row), []).append((name, response))
     for temperature, named in by_temperature.items():
-        recomputed = recomputer.logprobs(flat, temperature, [s for _, each in named for s in _split(each)])
-        for (name, response), logprobs in zip(named, _rejoin(named, recomputed), strict=True):
+        sequences = [sequence for _, response in named for sequence in _split(response)]
+        recomputed = iter(recomputer.logprobs(flat, temperature, sequences))
+        for name, response in named:
+            logprobs = torch.cat([next(recomputed) for _ in range(1 + len(response.branches))])
             sampled = torch.tensor([*response.loss_mask]).nonzero()[:, 0]
             diff = (logprobs - torch.tensor(response.logprobs)).abs()[sampled]
             diffs.append(diff)
@@ -225,12 +226,6 @@ def _split(response: StoredResponse) -> list[StoredResponse]:
         response._replace(prompt_ids=context, token_ids=response.token_ids[start:stop], branches=())
         for context, start, stop in tree
     ]
-
-
-def _rejoin(named: Sequence[tuple[str, StoredResponse]], parts: Iterator[Tensor]) -> Iterator[Tensor]:
-    """The log-probs of each response from those of its sequences."""
-    for _, response in named:
-        yield torch.cat([next(parts) for _ in range(1 + len(response.branches))])
 
 
 def _describe(diffs: Tensor) -> str:
@@ -378,24 +373,20 @@ class LogprobRecomputer:
                 return "has routes to experts that do not exist"
         return ""
 
-    def logprobs(
-        self, flat: Tensor, temperature: float, responses: Sequence[StoredResponse]
-    ) -> Iterator[Tensor]:
+    def logprobs(self, flat: Tensor, temperature: float, responses: Sequence[StoredResponse]) -> list[Tensor]:
         """The log-probs [tokens] of each response under the weights `flat` [numel] in the engines' dtype."""
-        if self._is_exact:
-            prompts, tokens = [r.prompt_ids for r in responses], [r.token_ids for r in responses]
-            yield from self._scorer(temperature)(flat, prompts, tokens).split([*map(len, tokens)])
-            return
-        views = WeightLayout(self._model).views(flat.float())
-        policy = policy_class(self._model)(self._model, views, temperature, images=self._images)
-        for response in responses:
-            batch = pack([response.prompt_ids], [response.token_ids], torch.device("cpu"))
-            route = None
-            if self._model.moe_layers:
-                routes = np.array(response.routes, np.int16).reshape(len(batch.input_ids), -1)
-                route = replay_routes(self._model, batch, [routes])
-            with torch.no_grad():
-                yield policy.logprobs(batch, route)[0]
+        settings = TrainerSettings(0.0, 1, temperature=temperature, images=self._images)
+        scorer = self._scorer(temperature) if self._is_exact else None
+        compute = GroupLogprobs(self._model, settings, "cpu", scorer)
+        compute.load_weights(flat)
+        return compute([self._to_sample(response) for response in responses])
+
+    def _to_sample(self, response: StoredResponse) -> Sample:
+        prompt_ids, token_ids, routes = response.prompt_ids, response.token_ids, None
+        if self._model.moe_layers and not self._is_exact:
+            num_routed = len(prompt_ids) + len(token_ids) - 1
+            routes = np.array(response.routes, np.int16).reshape(num_routed, -1)
+        return Sample(prompt_ids, token_ids, response.logprobs, 0.0, routes=routes)
 
     def _scorer(self, temperature: float) -> LogprobScorer:
         if temperature not in self._scorers:

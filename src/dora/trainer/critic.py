@@ -22,7 +22,7 @@ from dora.trainer.advantage import gae, whiten
 from dora.trainer.learner import LocalWeights
 from dora.trainer.loss import value_loss
 from dora.trainer.optimizer import FlatAdamW
-from dora.trainer.packing import balanced_micro_batches, pack_samples, split_mini_batches
+from dora.trainer.packing import balanced_micro_batches, by_micro_batch, pack_samples, split_mini_batches
 from dora.trainer.recipe import Dtype, LearningRateSchedule
 from dora.trainer.settings import Sample
 from dora.trainer.transformers_policy import policy_class
@@ -118,16 +118,9 @@ class Critic(LocalWeights):
 
     def predict_values(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with a value before every response token."""
-        nonempty = [s for s in samples if s.token_ids]
-        values: list[Tensor] = [torch.empty(0)] * len(nonempty)
-        for members in self._micro_batches(nonempty):
-            own = [nonempty[i] for i in members]
-            with torch.no_grad():
-                parts = self._values(own).split([s.num_loss_tokens for s in own])
-            for i, part in zip(members, parts, strict=True):
-                values[i] = part
-        remaining = iter(values)
-        return [replace(s, values=next(remaining).tolist() if s.token_ids else []) for s in samples]
+        with torch.no_grad():
+            values = by_micro_batch(samples, self.settings.micro_batch_tokens, self._values)
+        return [replace(s, values=own.tolist()) for s, own in zip(samples, values, strict=True)]
 
     def compute_advantages(self, samples: Sequence[Sample], rewards: Sequence[float]) -> list[Sample]:
         """The batch of the next `update` with advantages; predicts values unless all samples have them."""

@@ -14,7 +14,7 @@ from dora.model.config import ModelConfig
 from dora.model.weights import WeightLayout
 from dora.trainer.learner import ComputeLogprobs
 from dora.trainer.metrics import StepMetrics
-from dora.trainer.packing import balanced_micro_batches, pack_samples
+from dora.trainer.packing import by_micro_batch, pack_samples
 from dora.trainer.perf import forward_flops
 from dora.trainer.policy import Policy
 from dora.trainer.routing_replay import replay_routes
@@ -25,28 +25,18 @@ from dora.trainer.transformers_policy import policy_class
 def response_logprobs(
     policy: Policy, samples: Sequence[Sample], micro_batch_tokens: int, metrics: StepMetrics
 ) -> list[Tensor]:
-    """Log-probs of each sample's tokens of the loss, in micro-batches; adds the FLOPs to `metrics`.
+    """Log-probs of each sample's tokens of the loss, in micro-batches; adds the FLOPs to `metrics`."""
+    config = policy.config
 
-    Responses must not be empty.
-    """
-    results = [torch.empty(0)] * len(samples)
-    prompts, lengths = [s.prompt_ids for s in samples], [s.num_tokens for s in samples]
-    for members in balanced_micro_batches(prompts, lengths, micro_batch_tokens):
-        own = [samples[i] for i in members]
-        parts = _micro_batch_logprobs(policy, own, metrics).split([s.num_loss_tokens for s in own])
-        for i, logprobs in zip(members, parts, strict=True):
-            results[i] = logprobs
-    return results
-
-
-def _micro_batch_logprobs(policy: Policy, samples: Sequence[Sample], metrics: StepMetrics) -> Tensor:
-    """Log-probs of all tokens of the loss [N]."""
-    config, routes = policy.config, [s.routes for s in samples]
-    batch = pack_samples(samples, policy.device, routes)
-    router = replay_routes(config, batch, routes) if config.moe_layers and policy.takes_router else None
-    metrics.num_flops += forward_flops(config, batch)
-    with torch.no_grad():
+    def compute(own: list[Sample]) -> Tensor:
+        routes = [s.routes for s in own]
+        batch = pack_samples(own, policy.device, routes)
+        router = replay_routes(config, batch, routes) if config.moe_layers and policy.takes_router else None
+        metrics.num_flops += forward_flops(config, batch)
         return policy.logprobs(batch, router)[0]
+
+    with torch.no_grad():
+        return by_micro_batch(samples, micro_batch_tokens, compute)
 
 
 class GroupLogprobs:
@@ -84,17 +74,13 @@ class GroupLogprobs:
 
     def __call__(self, group: Sequence[Sample]) -> list[Tensor]:
         """Log-probs of each response's tokens of the loss, fp32 on the CPU; empty for an empty response."""
-        logprobs = iter(self._compute([s for s in group if s.token_ids]))
-        return [next(logprobs).float().cpu() if s.token_ids else torch.empty(0) for s in group]
-
-    def _compute(self, samples: Sequence[Sample]) -> Sequence[Tensor]:
-        if not samples:
-            return []
         assert self._flat is not None, "load_weights was not called"
-        if self._exact_logprobs is not None:
-            prompts, responses = [s.prompt_ids for s in samples], [s.token_ids for s in samples]
-            logprobs = self._exact_logprobs(self._flat, prompts, responses)
-            parts = zip(samples, logprobs.split([len(s.token_ids) for s in samples]), strict=True)
-            return [x if s.loss_mask is None else x[torch.tensor(s.loss_mask) > 0] for s, x in parts]
-        assert self._policy is not None
-        return response_logprobs(self._policy, samples, self._settings.micro_batch_tokens, StepMetrics())
+        if self._policy is not None:
+            budget = self._settings.micro_batch_tokens
+            return [x.float().cpu() for x in response_logprobs(self._policy, group, budget, StepMetrics())]
+        assert self._exact_logprobs is not None
+        answers = [s for s in group if s.token_ids]
+        prompts, responses = [s.prompt_ids for s in answers], [s.token_ids for s in answers]
+        logprobs = self._exact_logprobs(self._flat, prompts, responses)
+        parts = zip(group, logprobs.split([len(s.token_ids) for s in group]), strict=True)
+        return [x if s.loss_mask is None else x[torch.tensor(s.loss_mask) > 0] for s, x in parts]

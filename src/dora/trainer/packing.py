@@ -7,7 +7,7 @@ prompt once per sibling.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby, repeat
 
@@ -200,6 +200,23 @@ def balanced_micro_batches(
         partition = balanced_partition(sizes, num_parts)
     batches = [[i for k in part for i in units[k]] for part in partition if part]
     return sorted(batches, key=lambda batch: -sum(lengths[i] for i in batch))
+
+
+def by_micro_batch(
+    samples: Sequence[Sample], token_budget: int, compute: Callable[[list[Sample]], Tensor]
+) -> list[Tensor]:
+    """What `compute` gives for each sample's tokens of the loss; empty for an empty response.
+
+    `compute` gets the samples of one micro-batch, and returns [N], one response after another.
+    """
+    results, nonempty = [torch.empty(0)] * len(samples), [i for i, s in enumerate(samples) if s.token_ids]
+    prompts, lengths = [samples[i].prompt_ids for i in nonempty], [samples[i].num_tokens for i in nonempty]
+    for members in balanced_micro_batches(prompts, lengths, token_budget):
+        chosen = [nonempty[k] for k in members]
+        parts = compute([samples[i] for i in chosen]).split([samples[i].num_loss_tokens for i in chosen])
+        for i, part in zip(chosen, parts, strict=True):
+            results[i] = part
+    return results
 
 
 def balanced_partition(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
