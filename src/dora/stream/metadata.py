@@ -6,7 +6,6 @@ consumer needs, so no operation scans all rows. A row is removed after its last 
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -103,7 +102,7 @@ class MetadataController:
         self._requests: set[RequestId] = set()
         self._groups: dict[GroupId, list[StreamRow]] = {}
         self._leases: dict[int, StreamLease] = {}
-        self._expiries: list[tuple[float, int]] = []  # heap of (expires_s, lease_id)
+        self._timed: dict[int, StreamLease] = {}  # those that expire, which are few
         self._num_leases = 0
 
     def register_consumer(
@@ -224,7 +223,8 @@ class MetadataController:
         self._num_leases += 1
         lease = StreamLease(self._num_leases, consumer, client, rows, blocks, now_s + consumer.lease_s)
         self._leases[lease.lease_id] = lease
-        self._schedule_expiry(lease)
+        if lease.expires_s < NO_TIMEOUT:
+            self._timed[lease.lease_id] = lease
         return lease
 
     def leased_rows(self, name: str, indices: Sequence[int]) -> StreamLease:
@@ -262,20 +262,17 @@ class MetadataController:
         """Restart the time of a lease. Raises StreamError."""
         lease = self._held_lease(lease_id, client, now_s)
         lease.expires_s = now_s + lease.consumer.lease_s
-        self._schedule_expiry(lease)
 
     @property
     def next_expiry_s(self) -> float | None:
-        """When the next lease may expire."""
-        return self._expiries[0][0] if self._expiries else None
+        """When the next lease expires."""
+        return min((lease.expires_s for lease in self._timed.values()), default=None)
 
     def expire(self, now_s: float) -> None:
         """Release expired leases."""
-        while self._expiries and self._expiries[0][0] <= now_s:
-            expires_s, lease_id = heapq.heappop(self._expiries)
-            lease = self._leases.get(lease_id)
-            if lease is not None and lease.expires_s == expires_s:
-                self._release(lease)
+        expired = [lease for lease in self._timed.values() if lease.expires_s <= now_s]
+        for lease in sorted(expired, key=lambda lease: lease.expires_s):
+            self._release(lease)
 
     def release_client(self, client: str) -> None:
         """Release all leases of a client."""
@@ -388,6 +385,7 @@ class MetadataController:
 
     def _end(self, lease: StreamLease) -> None:
         del self._leases[lease.lease_id]
+        self._timed.pop(lease.lease_id, None)
         for block in lease.blocks:
             block.num_leases -= 1
             self._free_if_unused(block)
@@ -397,10 +395,6 @@ class MetadataController:
         for row in reversed(lease.rows):
             if row.index in self.rows:  # not cleared meanwhile
                 lease.consumer.ready.push(row, is_first=True)
-
-    def _schedule_expiry(self, lease: StreamLease) -> None:
-        if lease.expires_s < NO_TIMEOUT:
-            heapq.heappush(self._expiries, (lease.expires_s, lease.lease_id))
 
 
 def _blocks_of(rows: Sequence[StreamRow], consumer: StreamConsumer) -> dict[Block, list[tuple[int, int]]]:
@@ -430,7 +424,7 @@ class StreamConsumer:
     num_consumed: int = field(default=0, init=False, compare=False)  # existing rows that it has consumed
 
     def __post_init__(self) -> None:
-        self.ready = ReadyQueue(self.bit, self.group_size, self.held_out_size, self.by_version)
+        self.ready = ReadyQueue(self)
 
     def expected_size(self, group: GroupId) -> int:
         """Number of rows of a complete group."""
@@ -455,28 +449,26 @@ class ReadyQueue:
     each row.
     """
 
-    def __init__(self, bit: int, group_size: int, held_out_size: int, by_version: bool) -> None:
-        """`bit` is the consumer's in `StreamRow.queued`; `group_size` 0: single rows."""
+    def __init__(self, consumer: StreamConsumer) -> None:
         self.num_rows = 0  # of complete units
-        self._bit, self._by_version = bit, by_version
-        self._group_size, self._held_out_size = group_size, held_out_size
+        self._consumer = consumer
         self._queues: dict[int, OrderedDict[UnitKey, list[StreamRow]]] = {}  # complete units by version
         self._version_of: dict[UnitKey, int] = {}  # key of the unit's queue
         self._partial: dict[UnitKey, list[StreamRow]] = {}  # rows of incomplete groups
 
     def push(self, row: StreamRow, is_first: bool = False) -> None:
         """Append a row, or put a released one first. A group is queued once it is complete."""
-        row.queued |= self._bit
+        row.queued |= self._consumer.bit
         key, unit = self._key(row), [row]
-        if self._group_size:
+        if self._consumer.group_size:
             unit = self._partial.setdefault(key, [])
             unit.append(row)
-            if len(unit) < (self._held_out_size if row.group.is_held_out else self._group_size):
+            if len(unit) < self._consumer.expected_size(row.group):
                 return
             del self._partial[key]
             unit.sort(key=lambda row: row.request.sibling)
         self.num_rows += len(unit)
-        version = self._version_of[key] = row.version if self._by_version else 0
+        version = self._version_of[key] = row.version if self._consumer.by_version else 0
         queue = self._queues.setdefault(version, OrderedDict())
         queue[key] = unit
         if is_first:
@@ -484,7 +476,7 @@ class ReadyQueue:
 
     def remove(self, row: StreamRow) -> None:
         """Remove a queued row; its group is then incomplete."""
-        row.queued &= ~self._bit
+        row.queued &= ~self._consumer.bit
         key = self._key(row)
         others = self._take(key) if key in self._version_of else self._partial.pop(key)
         others.remove(row)
@@ -506,11 +498,11 @@ class ReadyQueue:
                     return taken
                 taken += self._take(key)
                 for row in unit:
-                    row.queued &= ~self._bit
+                    row.queued &= ~self._consumer.bit
         return taken
 
     def _key(self, row: StreamRow) -> UnitKey:
-        return row.group if self._group_size else row.index
+        return row.group if self._consumer.group_size else row.index
 
     def _take(self, key: UnitKey) -> list[StreamRow]:
         """Take a complete unit out of its queue."""

@@ -62,7 +62,6 @@ class StreamServer:
         self._puts: deque[PendingRequest] = deque()
         self._gets: dict[str, deque[PendingRequest]] = {}
         self._replies: list[tuple[ClientConnection, int, Reply]] = []
-        self._client_ids: set[str] = set()
         self._address_file = stream.folder / transport.ADDRESS_FILE
         for endpoint in self.endpoints:
             if isinstance(endpoint, CurveAddress):
@@ -210,7 +209,6 @@ class StreamServer:
         """Release the leases of a client, drop its pending requests and close its connection."""
         self._stream.metadata.release_client(client.name)
         if client.client_id:
-            self._client_ids.discard(client.client_id)
             self._stream.remove_owner(client.client_id)
         for queue in (self._puts, *self._gets.values()):
             for pending in [pending for pending in queue if pending.client is client]:
@@ -222,14 +220,13 @@ class StreamServer:
         stream, client_id = self._stream, str(header["client_id"])
         if not is_segment_name(f"{client_id}-0"):
             raise StreamError(f"client_id = {client_id!r:.40}: must be 16 hexadecimal digits")
-        is_in_use = bool(client.client_id) or client_id in self._client_ids or stream.has_owner(client_id)
-        if is_in_use and client_id != client.client_id:
+        is_in_use = bool(client.client_id) or bool(self._endpoint.find(client_id))
+        if (is_in_use or stream.has_owner(client_id)) and client_id != client.client_id:
             raise StreamError(
                 f"client_id {client_id} is in use, or this client has another id: draw one random id per "
                 "client and keep it"
             )
         client.client_id = client_id
-        self._client_ids.add(client_id)
         self._endpoint.register(client)
         return {
             "fields": [(f.name, f.dtype, f.shape) for f in stream.fields.values()],
