@@ -24,6 +24,8 @@ from dora.audit.versions import VersionAudit
 from dora.core.actions import Action, Generate
 from dora.core.events import EngineLost, Event, OutputsLost, ProgressReported
 from dora.core.types import RequestId
+from dora.errors import DamagedRunError
+from dora.report.samples import read_groups
 from dora.sim.random_config import draw_world_config
 
 
@@ -303,6 +305,37 @@ def test_an_edited_sample_breaks_its_guarantee(
     result = audit.check(edited_samples(finished_run, tmp_path / "run", sql))
     assert any(words in finding for finding in result.findings_against(guarantee))
     assert {finding[:2] for finding in result.findings} <= {guarantee, FILES[:2]}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("reward = 'high'", "reward is text, must be real or null"),
+        ("sibling = 'first'", "sibling is text, must be integer"),
+        ("loss_mask = 'ab'", "loss_mask is text, must be blob or null"),
+        ("token_ids = 5", "token_ids is integer, must be blob"),
+        ("group_id = 'x' || group_id", "its group is not EPOCH/ROW"),
+        ("segments = '[['", "segments '[[' cannot be read"),
+        ("segments = '[[1]]'", "segments '[[1]]' cannot be read"),
+    ],
+)
+def test_a_sample_store_with_unreadable_values_is_damaged(
+    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, words: str
+) -> None:
+    run = edited_samples(finished_run, tmp_path / "run", f"update samples set {change} {ONE}")
+    assert audit.main(run) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("files VIOLATED")
+    assert words in line
+    with pytest.raises(DamagedRunError):
+        read_groups(run)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"task": "high"}'])
+def test_rewards_by_task_that_cannot_be_read_are_found(finished_run: Path, tmp_path: Path, text: str) -> None:
+    change = f"update samples set task_rewards = '{text}' {ONE}"
+    result = audit.check(edited_samples(finished_run, tmp_path / "run", change))
+    assert any("has rewards by task that cannot be read" in finding for finding in result.findings)
 
 
 def test_the_guarantees_have_separate_verdicts(finished_run: Path, tmp_path: Path) -> None:

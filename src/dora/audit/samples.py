@@ -231,7 +231,11 @@ class SampleAudit:
     def _check_reward(self, row: AuditedSample, reward: float) -> None:
         name = f"sample {row.group}/{row.sibling}"
         self._check(_is_close(row.reward, reward), f"{name} has the reward {row.reward}, scored {reward}")
-        parts = json.loads(row.task_rewards or "{}")
+        try:
+            parts = {task: float(own) for task, own in json.loads(row.task_rewards or "{}").items()}
+        except (AttributeError, TypeError, ValueError):
+            self.findings.append(f"{name} has rewards by task that cannot be read: {row.task_rewards!r}")
+            return
         if not parts or self._config is None:
             return
         weights = self._config.reward_weights

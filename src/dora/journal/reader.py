@@ -205,18 +205,57 @@ class StoredResponse(NamedTuple):
     branches: Sequence[Branch] = ()
 
 
+# What SQLite may have stored in each column: it keeps a value that does not fit the declared type.
+_COLUMN_TYPES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("group_id", "weight_digest", "state"), ("text",)),
+    **dict.fromkeys(("segments", "branches", "task_rewards"), ("text", "null")),
+    **dict.fromkeys(("sibling", "version"), ("integer",)),
+    "trained_step": ("integer", "null"),
+    **dict.fromkeys(("reward", "advantage"), ("real", "null")),
+    **dict.fromkeys(("prompt_ids", "token_ids", "logprobs"), ("blob",)),
+    **dict.fromkeys(("routes", "loss_mask"), ("blob", "null")),
+}
+_NO_GROUP = "group_id not glob '*[0-9]/[0-9]*' or group_id glob '*[^-0-9/]*' or group_id glob '*/*/*'"
+
+
 def read_samples(run: Path) -> dict[SampleKey, SampleRow]:
-    """Map (group, sibling) to its row in the sample store; no tokens are read. Raises InputError."""
+    """Map (group, sibling) to its row in the sample store, in order; no tokens are read.
+
+    Raises InputError, also for a value in any column that cannot be read.
+    """
     with open_sample_store(run) as store:
+        damage = _find_damage(store)
         rows = store.execute(  # a token id and a log-prob have 4 bytes each
             "select group_id, sibling, version, weight_digest, length(token_ids) / 4.0, "
-            "length(logprobs) / 4.0, length(loss_mask), reward, state, trained_step, segments from samples"
+            "length(logprobs) / 4.0, length(loss_mask), reward, state, trained_step, segments from samples "
+            "order by group_id, sibling"
         ).fetchall()
     samples = {}
-    for *columns, segments in rows:
-        row = SampleRow(*columns)._replace(segments=tuple((v, n) for v, n in json.loads(segments or "[]")))
+    for *columns, text in rows if not damage else ():
+        row = SampleRow(*columns)
+        try:
+            row = row._replace(segments=tuple((v, n) for v, n in json.loads(text or "[]")))
+        except (TypeError, ValueError):
+            damage = f"{row.group}/{row.sibling}: its segments {text!r} cannot be read"
         samples[row.group, row.sibling] = row
+    if damage:
+        raise DamagedRunError(f"{run / SAMPLES_FILE}: sample {damage}; restore the file")
     return samples
+
+
+def _find_damage(store: sqlite3.Connection) -> str:
+    """The first sample with a value of an impossible type, and which one it is; "" if there is none."""
+    types = {name: f"typeof({name})" for name in _COLUMN_TYPES}
+    allowed = {name: ", ".join(map(repr, kinds)) for name, kinds in _COLUMN_TYPES.items()}
+    wrong = " or ".join(f"{types[name]} not in ({kinds})" for name, kinds in allowed.items())
+    query = f"select group_id, sibling, {', '.join(types.values())} from samples where {wrong} or {_NO_GROUP}"
+    if (found := store.execute(query).fetchone()) is None:
+        return ""
+    group, sibling, *kinds = found
+    for (name, expected), kind in zip(_COLUMN_TYPES.items(), kinds, strict=True):
+        if kind not in expected:
+            return f"{group}/{sibling}: its {name} is {kind}, must be {' or '.join(expected)}"
+    return f"{group}/{sibling}: its group is not EPOCH/ROW"
 
 
 def read_responses(run: Path, rows: Iterable[SampleRow]) -> list[StoredResponse | None]:

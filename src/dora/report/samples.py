@@ -24,7 +24,7 @@ import tokenizers
 
 from dora.core.types import GroupId, RequestId
 from dora.errors import InputError
-from dora.journal.reader import CONFIG_FILE, open_sample_store
+from dora.journal.reader import CONFIG_FILE, open_sample_store, read_samples
 from dora.text import step_number
 
 MAX_CHARACTERS = 4_000  # of one text; a longer one is cut
@@ -62,19 +62,15 @@ class StoredGroup(NamedTuple):
 
 def read_groups(run: Path) -> list[StoredGroup]:
     """Every group that has a response. Raises InputError."""
-    with open_sample_store(run) as store:
-        rows = store.execute(
-            "select group_id, version, state, trained_step, length(token_ids) / 4, reward, segments "
-            "from samples order by group_id, sibling"
-        ).fetchall()
     found = []
-    for name, own in groupby(rows, key=lambda row: row[0]):
+    for name, own in groupby(read_samples(run).values(), key=lambda row: row.group):
         siblings = [*own]
-        longest = max(row[4] for row in siblings)
-        version, state, step = siblings[0][1:4]
-        rewards = tuple(row[5] for row in siblings)
-        is_segmented = any(row[6] for row in siblings)
-        found.append(StoredGroup(GroupId.parse(name), version, state, step, longest, rewards, is_segmented))
+        first, longest = siblings[0], int(max(row.num_token_ids for row in siblings))
+        rewards, is_segmented = tuple(row.reward for row in siblings), any(row.segments for row in siblings)
+        group = GroupId.parse(name)
+        found.append(
+            StoredGroup(group, first.version, first.state, first.trained_step, longest, rewards, is_segmented)
+        )
     return found
 
 
