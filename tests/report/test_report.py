@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.journal.recorded_runs import record_run, world_config
+from tests.journal.recorded_runs import edited, record_run, world_config
 from tests.journal.story import FIRST, write_story
 
 from dora.audit import audit
@@ -143,6 +143,17 @@ def test_an_error_names_the_line_also_behind_lines_with_digests(finished_run: Pa
     for read in (RunReader(run).refresh, partial(read_journal, run)):
         with pytest.raises(InputError, match="line 6: not JSON"):
             read()
+
+
+def test_a_journal_that_lost_its_responses_has_waits_without_a_request(
+    finished_run: Path, tmp_path: Path
+) -> None:
+    def forget_responses(records: list[JsonObject]) -> None:
+        records[:] = [record for record in records if record["kind"] != "generate"]
+
+    trainer = run_data(edited(finished_run, tmp_path / "run", forget_responses))["trainer"]
+    assert trainer["num_waits"] > 0
+    assert {wait["request"] for wait in trainer["waits"]} == {None}
 
 
 def test_without_c1_a_span_ends_with_each_load_of_a_newer_version() -> None:

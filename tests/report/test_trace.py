@@ -208,3 +208,11 @@ def test_a_name_that_ends_in_gz_is_compressed(stopped_run: Path, tmp_path: Path)
 def test_an_output_that_cannot_be_written_is_named(stopped_run: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="give another --out"):
         main(stopped_run, tmp_path / "nowhere" / "trace.json")
+
+
+def test_a_journal_that_lost_its_engines_is_drawn_without_them(finished_run: Path, tmp_path: Path) -> None:
+    def forget_engines(records: list[Event]) -> None:
+        records[:] = [record for record in records if record["kind"] != "engine_joined"]
+
+    events = trace_of(edited(finished_run, tmp_path / "run", forget_engines), tmp_path / "trace.json")
+    assert not any(name.startswith("engine") for name in processes(events).values())

@@ -169,7 +169,7 @@ def _explain_wait(since_s: float, step: TrainerSpan) -> TrainerWait:
     """The last scored group of the batch ended the wait, if it was scored during the wait."""
     now = step.start_s
     last = max(reversed(step.batch), key=lambda group: group.scored_s or 0.0, default=None)
-    if last is None or last.scored_s is None or not since_s < last.scored_s:
+    if last is None or last.scored_s is None or not last.responses or not since_s < last.scored_s:
         return TrainerWait(since_s, now, step.number, None, None, None, now - since_s, 0.0)
     response = max(reversed(last.responses.values()), key=lambda response: response.until(now))
     finished_s = min(now, max(since_s, response.until(now)))

@@ -202,8 +202,8 @@ class _Trace:
 
     def count(self, process: str, counter: str, series: str, t_s: float, value: float) -> None:
         """Set a counter from now on, if it changes; Perfetto shows it under both names."""
-        if self._last_counts.get((process, counter, series)) == value:
-            return
+        if process not in self._pids or self._last_counts.get((process, counter, series)) == value:
+            return  # without a process: an engine that never joined
         self._last_counts[process, counter, series] = value
         pid, ts = self._pids[process], _microseconds(t_s)
         self._emit({"ph": "C", "name": counter, "pid": pid, "ts": ts, "args": {series: value}})
