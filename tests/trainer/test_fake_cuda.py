@@ -207,7 +207,7 @@ def test_a_fault_in_a_micro_batch_is_found(
 
 def test_fp64_in_the_model_is_found(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer()
-    policy = trainer._learner._policy  # type: ignore[attr-defined]
+    policy = trainer._learner._policy  # type: ignore[union-attr]
     monkeypatch.setattr(policy, "_cos", policy._cos.double())
     monkeypatch.setattr(policy, "_sin", policy._sin.double())
     trainer.step(BATCH)

@@ -117,7 +117,7 @@ def _interface_towards(address: str) -> str:
 
 
 class DistributedLearner:
-    """A `Learner` of several ranks, on rank 0; it gathers the weights in `flat` when they are read."""
+    """As `LocalLearner`, of several ranks, on rank 0; gathers the weights in `flat` when they are read."""
 
     def __init__(
         self,
@@ -218,8 +218,9 @@ class DistributedLearner:
         return state
 
     def save_state(self, folder: Path) -> tuple[dict[str, Any], Future[None] | None]:
-        """The shards of the moments go to `folder`, in torch's format of distributed checkpoints.
+        """The state without the moments: ranks copy their shards and write them to the new `folder`.
 
+        The format is torch's of distributed checkpoints; the future is resolved when all are written.
         Ranks of several nodes may not share the folder, so rank 0 gathers their moments.
         """
         if isinstance(self._rank.optimizer, ShardedLora):  # small, and equal on all ranks
@@ -239,6 +240,10 @@ class DistributedLearner:
         return {"state": {0: {"step": torch.tensor(float(num_updates))}} if num_updates else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state_dict`, also one of another number of ranks.
+
+        The ranks read the moments from the folder `state["shards"]` if there is one.
+        """
         loaded, adapters = state["state"].get(0, {"step": 0}), state if "adapters" in state else None
         num_updates, folder = int(loaded["step"]), state.get("shards")
         call = partial(ShardedRank.load_state, num_updates=num_updates, folder=folder, adapters=adapters)
@@ -343,7 +348,7 @@ class ShardedRank:
         self._group.gather(self.accumulate(self._read_samples(samples), num_updates))
 
     def follow_step(self, divisor: float, lr: float, max_grad_norm: float) -> None:
-        """As `Learner.step`, on a follower: rank 0 raises the same error and reports it."""
+        """As `LocalLearner.step`, on a follower: rank 0 raises the same error and reports it."""
         with suppress(RunError):
             self.optimizer.step(divisor, lr, max_grad_norm)
 

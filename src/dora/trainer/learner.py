@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,57 +34,6 @@ from dora.trainer.transformers_policy import policy_class
 
 # (flat weights, prompts, responses) -> log-probs of all response tokens, as engines compute them.
 ComputeLogprobs = Callable[[Tensor, Sequence[TokenIds], Sequence[TokenIds]], Tensor]
-
-
-class Learner(Protocol):
-    """A policy's weights with gradient and optimizer, on `num_ranks` processes."""
-
-    num_ranks: int
-
-    @property
-    def flat(self) -> Tensor:
-        """The current weights, [numel], fp32."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the policy computes."""
-
-    def published_weights(self, dtype: torch.dtype) -> Tensor:
-        """The current weights [numel] to be stored in `dtype`; in fp32, or in `dtype` if that is cheaper."""
-
-    def accumulate(self, micro_batches: Sequence[Sequence[Sample]], metrics: StepMetrics) -> None:
-        """Add the gradients of micro-batches, at most one per rank, and their sums to `metrics`."""
-
-    def step(self, divisor: float, lr: float, max_grad_norm: float) -> float:
-        """Divide the gradient, update the weights; returns the gradient's norm before clipping.
-
-        Raises RunError, with the weights unchanged, if the norm is not finite.
-        """
-
-    def zero_grad(self) -> None:
-        """Clear the accumulated gradient."""
-
-    def snapshot(self) -> Callable[[], None]:
-        """Copy weights and moments to host memory; returns the function that restores them."""
-
-    def policy_with_weights(self, flat: Tensor) -> Policy:
-        """The policy with other weights [numel], without gradients."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, in the layout of torch's AdamW over one flat parameter."""
-
-    def save_state(self, folder: Path) -> tuple[dict[str, Any], Future[None] | None]:
-        """A copy of the `state_dict` in host memory, for a checkpoint.
-
-        Several ranks return it without the moments: they copy their shards, write them to `folder`, which is
-        new, and resolve the future when all are written.
-        """
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict`, also one of another number of ranks.
-
-        Several ranks read the moments from the folder `state["shards"]` if there is one.
-        """
 
 
 class LocalWeights:
@@ -126,7 +75,7 @@ class LocalWeights:
         return restore
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state; a resumed run also needs the weights."""
+        """The optimizer's state, in the layout of torch's AdamW over one flat parameter."""
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -136,7 +85,7 @@ class LocalWeights:
 
 
 class LocalLearner(LocalWeights):
-    """A learner of one process."""
+    """A policy's weights with gradient and optimizer. `DistributedLearner` has the same methods."""
 
     num_ranks = 1
 
@@ -178,20 +127,28 @@ class LocalLearner(LocalWeights):
         return self.flat.device
 
     def published_weights(self, dtype: torch.dtype) -> Tensor:
+        """The current weights [numel] to be stored in `dtype`; in fp32, or in `dtype` if that is cheaper."""
         return self.flat
 
     def accumulate(self, micro_batches: Sequence[Sequence[Sample]], metrics: StepMetrics) -> None:
+        """Add the gradients of micro-batches, at most one per rank, and their sums to `metrics`."""
         for samples in micro_batches:
             self._accumulator.accumulate(samples, metrics)
 
     def step(self, divisor: float, lr: float, max_grad_norm: float) -> float:
+        """Divide the gradient, update the weights; returns the gradient's norm before clipping.
+
+        Raises RunError, with the weights unchanged, if the norm is not finite.
+        """
         self._optimizer.gradient.div_(divisor)
         return self._step(lr, max_grad_norm)
 
     def policy_with_weights(self, flat: Tensor) -> Policy:
+        """The policy with other weights [numel], without gradients."""
         return self._policy.with_weights(self._compute_views(flat), self._exact_logprobs_of(flat))
 
     def save_state(self, folder: Path) -> tuple[dict[str, Any], Future[None] | None]:
+        """A copy of the `state_dict` in host memory, for a checkpoint; see `DistributedLearner`."""
         return host_copy(self._optimizer.state_dict()), None
 
     def _compute_views(self, flat: Tensor) -> dict[str, Tensor]:

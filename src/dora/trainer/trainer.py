@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from dora.model.config import ModelConfig
 from dora.model.device import to_device
 from dora.trainer.critic import Critic
-from dora.trainer.learner import ComputeLogprobs, Learner, LocalLearner
+from dora.trainer.learner import ComputeLogprobs, LocalLearner
 from dora.trainer.logprobs import response_logprobs
 from dora.trainer.loss import batch_divisor, unnormalized_token_weights
 from dora.trainer.metrics import StepMetrics, ages_to_check, choose_spot_checks
@@ -29,6 +29,9 @@ from dora.trainer.optimizer import host_copy, rollback_on_error
 from dora.trainer.packing import balanced_micro_batches, sequential_micro_batches, split_mini_batches
 from dora.trainer.recipe import traits_of
 from dora.trainer.settings import Sample, TrainerSettings
+
+if TYPE_CHECKING:
+    from dora.trainer.distributed import DistributedLearner
 
 __all__ = ["Sample", "Trainer", "TrainerSettings"]
 
@@ -47,7 +50,7 @@ class Trainer:
         reference: Tensor | None = None,
         exact_logprobs: ComputeLogprobs | None = None,
         find_version: FindVersion = lambda version: None,
-        learner: Learner | None = None,
+        learner: LocalLearner | DistributedLearner | None = None,
         critic: Critic | None = None,
     ) -> None:
         """`reference` are the flat weights of the reference policy; by default a copy of `flat`.
@@ -78,7 +81,7 @@ class Trainer:
         return self._learner.flat
 
     def published_weights(self, dtype: torch.dtype) -> Tensor:
-        """See `Learner.published_weights`."""
+        """See `LocalLearner.published_weights`."""
         return self._learner.published_weights(dtype)
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -249,7 +252,7 @@ class Trainer:
         return state
 
     def save_state(self, folder: Path) -> tuple[dict[str, Any], Future[None] | None]:
-        """A copy of the `state_dict` in host memory for a checkpoint; see `Learner.save_state`."""
+        """A copy of the `state_dict` in host memory for a checkpoint; see `DistributedLearner.save_state`."""
         optimizer, shards = self._learner.save_state(folder)
         state: dict[str, Any] = {"num_steps_done": self.num_steps_done, "optimizer": optimizer}
         if (critic := self.critic) is not None:
