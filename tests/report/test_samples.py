@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.journal.recorded_runs import record_run, world_config
+from tests.journal.recorded_runs import edited_samples, record_run, world_config
 
 from dora.cli.main import app
 from dora.core.types import GroupId, RequestId
@@ -121,6 +121,12 @@ def test_the_markers_of_other_templates_are_known(text: str) -> None:
 @pytest.mark.parametrize("text", ["", "2 + 2?", "Explain <|im_start|>user\nas a marker", "17 4 9"])
 def test_text_that_is_no_conversation_stays_whole(text: str) -> None:
     assert split_turns(text) == [(None, text)]
+
+
+def test_damaged_tokens_are_printed_as_their_ids(run: Path, tmp_path: Path, capsys: Captured) -> None:
+    damaged = edited_samples(run, tmp_path / "damaged", "update samples set token_ids = x'feffffff05000000'")
+    save_chat_tokenizer(damaged / "checkpoints" / "step-1")
+    assert "[model]\n    -2\n" in printed(capsys, "samples", damaged, "--last", 1)
 
 
 def test_an_answer_that_is_begun_for_the_model_is_a_turn() -> None:

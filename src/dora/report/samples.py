@@ -173,7 +173,8 @@ def _runs(mask: bytes | None, num_tokens: int) -> Iterator[tuple[int, int, int]]
 def _text(blob: bytes, decode: Decode | None, max_characters: int | None) -> str:
     """The text of stored tokens, or their ids without a tokenizer."""
     ids = array("i", blob[: len(blob) // 4 * 4])
-    text = " ".join(map(str, ids)) if decode is None else decode(ids)
+    is_damaged = min(ids, default=0) < 0  # which no tokenizer decodes
+    text = " ".join(map(str, ids)) if decode is None or is_damaged else decode(ids)
     rest = 0 if max_characters is None else len(text) - max_characters
     return f"{text[:max_characters]} ... and {rest:,} characters more" if rest > 0 else text
 
