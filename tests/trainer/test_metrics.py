@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from dora.trainer.metrics import MismatchMetrics, OffPolicyMetrics, choose_spot_checks
+from dora.trainer.corrections import CorrectedTokens
+from dora.trainer.metrics import MismatchMetrics, OffPolicyMetrics, StepMetrics, choose_spot_checks
 
 
 def log_ratios(*ratios: float) -> Tensor:
@@ -60,6 +62,26 @@ def test_off_policy_metrics_of_micro_batches_add_up() -> None:
     parts.add(log_ratios(*ratios[:3]), zeros[:3])
     parts.add(log_ratios(*ratios[3:]), zeros[3:])
     assert parts.metrics() == pytest.approx(whole.metrics())
+
+
+def test_the_metrics_of_ranks_merge_to_those_of_the_whole_batch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logprobs, behaviour, entropies, weights = (-torch.rand(8, generator=generator) for _ in range(4))
+    marks, ages = torch.arange(8) % 3 == 0, np.array([0, 0, 1, 2, 0, 1, 1, 3])
+    parts = (slice(0, 8), slice(0, 5), slice(5, 8))
+    whole, first, second = (StepMetrics(num_updates=0) for _ in parts)
+    for metrics, part, kl_loss in zip((whole, first, second), parts, (1.0, None, 1.0), strict=True):
+        corrected = CorrectedTokens(behaviour[part], weights[part], marks[part], ~marks[part])
+        is_fresh = ages[part] == 0
+        given = logprobs[part], behaviour[part], marks[part], entropies[part], is_fresh, ages[part], corrected
+        metrics.add(*given)
+        metrics.pg_loss, metrics.num_flops = float(logprobs[part].sum()), float(len(ages[part]))
+        metrics.kl_loss, metrics.expert_load = kl_loss, torch.tensor([[part.stop - part.start, 1]])
+        metrics.read()
+    whole.expert_load = torch.tensor([[8, 2]])
+    first.merge(second)
+    assert first.metrics(8) == pytest.approx(whole.metrics(8))
+    assert first.metrics(8)["actor/num_updates"] == 0.0
 
 
 def test_on_policy_samples_are_all_effective_and_no_samples_have_no_metrics() -> None:

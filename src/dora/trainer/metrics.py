@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ _SPOT_CHECK_FRACTION = 1 / 16
 _GPU_CHECK_INTERVAL = 8  # steps
 _SPOT_CHECK_STRIDE = 0.618034  # of a batch, from step to step: golden-ratio steps cover it evenly
 
+_MAXIMA = ("num_updates", "max_abs_diff")  # in place of sums, where ranks are merged
 Sum = Any  # a float, or an fp64 tensor [] on the device until `StepMetrics.read`
 
 
@@ -97,16 +98,7 @@ class StepMetrics:
 
     def merge(self, other: StepMetrics) -> None:
         """Add the sums of another rank, which that rank has read."""
-        sums = ("num_tokens", "num_flops", "pg_loss", "num_clipped", "num_clipped_high", "num_truncated")
-        for name in (*sums, "num_masked", "weights", "entropy", "ppo_kl"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        if other.kl_loss is not None:
-            self.kl_loss = other.kl_loss if self.kl_loss is None else self.kl_loss + other.kl_loss
-        self.expert_load = self.expert_load + other.expert_load
-        self.mismatch.merge(other.mismatch)
-        self.off_policy.merge(other.off_policy)
-        for age, sums_of_age in other.by_staleness.items():
-            self.by_staleness[age].merge(sums_of_age)
+        _merge(self, other)
 
     def metrics(self, divisor: int) -> dict[str, float]:
         """Losses over the batch's `divisor`, the rest as means over tokens; no means without tokens."""
@@ -157,13 +149,6 @@ class OffPolicyMetrics:
         self.ratio_squared += _sum(ratio.square())
         self.log_ratio += _sum(log_ratio)
 
-    def merge(self, other: OffPolicyMetrics) -> None:
-        """Add the sums of another rank."""
-        self.num_tokens += other.num_tokens
-        self.ratio += other.ratio
-        self.ratio_squared += other.ratio_squared
-        self.log_ratio += other.log_ratio
-
     @property
     def ess(self) -> float:
         """Effective sample size as a fraction of the tokens: (sum r)**2 / (N * sum r**2), in (0, 1].
@@ -208,13 +193,6 @@ class MismatchMetrics:
             self.max_abs_diff = abs_diff.max().clamp(min=self.max_abs_diff)
             self.k3 += _sum(log_ratio.expm1() - log_ratio)
 
-    def merge(self, other: MismatchMetrics) -> None:
-        """Add the sums of another rank."""
-        self.num_tokens += other.num_tokens
-        self.abs_diff += other.abs_diff
-        self.max_abs_diff = max(self.max_abs_diff, other.max_abs_diff)
-        self.k3 += other.k3
-
     def metrics(self) -> dict[str, float]:
         """Mean, maximum and KL(engine || trainer) by the k3 estimate, per token; empty without tokens."""
         if not self.num_tokens:
@@ -225,6 +203,21 @@ class MismatchMetrics:
             "mismatch/logprob_abs_diff_max": float(self.max_abs_diff),
             "mismatch/kl": float(self.k3 / self.num_tokens),
         }
+
+
+def _merge(own: Any, other: Any) -> None:
+    """Add the sums of a dataclass to those of another one, also of the dataclasses in them."""
+    for name in (f.name for f in fields(own)):
+        value, added = getattr(own, name), getattr(other, name)
+        if is_dataclass(value):
+            _merge(value, added)
+        elif isinstance(value, dict):
+            for key, part in added.items():
+                _merge(value[key], part)
+        elif value is None or added is None:
+            setattr(own, name, added if value is None else value)
+        else:
+            setattr(own, name, max(value, added) if name in _MAXIMA else value + added)
 
 
 def _sum(values: Tensor) -> Tensor:
