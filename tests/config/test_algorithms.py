@@ -175,7 +175,7 @@ def test_a_group_of_one_works_with_an_estimator_over_the_batch(file: Path) -> No
     alone = "sampling.group_size=1", "algorithm.adv_estimator=reinforce_plus_plus"
     assert read_config(file, alone).sampling.group_size == 1
     assert "every group would be filtered" in error_of(file, *alone, "algorithm.filter_groups=true")
-    assert "every advantage would be reward - mean(rewards of the group) = 0" in error_of(
+    assert "every advantage from rewards would be reward - mean(rewards of the group) = 0" in error_of(
         file, "sampling.group_size=1", "algorithm.adv_estimator=rloo"
     )
 
@@ -255,3 +255,10 @@ def test_teachers_need_no_aux_worker_in_the_configuration(file: Path) -> None:
     settings = config.advantage_settings
     assert (settings.teacher_coef, settings.reward_coef) == (1.0, 0.0)
     assert read_config(file).advantage_settings.reward_coef == 1.0
+
+
+def test_teachers_alone_need_no_other_responses_of_a_group(file: Path) -> None:
+    alone = [f"distillation.teachers=['{file.parent / 'model'}']", "sampling.group_size=1"]
+    assert read_config(file, alone).sampling.group_size == 1
+    why = "every advantage from rewards would be reward - mean(rewards of the group) = 0"
+    assert why in error_of(file, *alone, "distillation.reward_coef=0.5")

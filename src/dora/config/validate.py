@@ -182,13 +182,15 @@ def _check_reward_source(config: Config) -> None:
 
 
 def _check_groups(config: Config) -> None:
-    """Groups can have a reward signal."""
+    """Groups can have a reward signal, unless rewards are only measured."""
     group_size, estimator = config.sampling.group_size, config.algorithm.adv_estimator
-    if group_size == 1 and estimator not in ("reinforce_plus_plus", "gae") and not recipe.is_own(estimator):
+    needs_others = estimator not in ("reinforce_plus_plus", "gae") and not recipe.is_own(estimator)
+    rewards_count = not config.distillation.teachers or config.distillation.reward_coef > 0
+    if group_size == 1 and rewards_count and needs_others:
         raise ConfigError(
-            f"sampling.group_size = 1 with algorithm.adv_estimator = {estimator}: every advantage would be "
-            "reward - mean(rewards of the group) = 0; set sampling.group_size >= 2, or adv_estimator = "
-            "reinforce_plus_plus or gae"
+            f"sampling.group_size = 1 with algorithm.adv_estimator = {estimator}: every advantage from "
+            "rewards would be reward - mean(rewards of the group) = 0; set sampling.group_size >= 2, or "
+            "adv_estimator = reinforce_plus_plus or gae"
         )
     if group_size == 1 and config.algorithm.filter_groups:
         raise ConfigError(
