@@ -63,6 +63,8 @@ def test_the_last_final_answer_counts() -> None:
         ("0.1", Fraction(1, 10)),
         (r"25\%", Fraction(25)),
         ("$1,000,000", Fraction(1000000)),
+        ("-$5", Fraction(-5)),
+        (r"-\$1,000.50", Fraction(-2001, 2)),
         (r"\$1{,}234", Fraction(1234)),
         (r"10,\!000", Fraction(10000)),
         ("+1234", Fraction(1234)),

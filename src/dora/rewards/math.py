@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 _MARK = "####"  # GSM8K writes it before the final answer
-_UNITS = re.compile(r"^\\?\$|\\?[$%]$|\\text\{[^}]*\}$")
+_UNITS = re.compile(r"(?:^|(?<=^[+-]))\\?\$|\\?[$%]$|\\text\{[^}]*\}$")
 _COMMAS = re.compile(r"\{,\}|,\\!")  # of thousands, in LaTeX
 _FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 _NUMBER = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)?(?:\.\d+)?", re.ASCII)
