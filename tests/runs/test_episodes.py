@@ -169,3 +169,13 @@ def check_samples(out: Path) -> None:
         assert (logprobs[~is_observed] < 0).all()
         assert math.isfinite(reward)
         assert math.isfinite(advantage)
+
+
+def test_the_audit_scores_episodes_again_if_a_reward_function_has_scored_them(
+    start_run: StartRun, tmp_path: Path
+) -> None:
+    config = write_echo(tmp_path)
+    config.write_text(config.read_text() + '[reward]\nfunction = "task.py:reward"\n')
+    run = start_run(config, **TURNS)
+    run.succeed()
+    assert "rewards ok  4 responses scored again" in run.audit("--deep", "4")

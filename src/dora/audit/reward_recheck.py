@@ -54,7 +54,7 @@ def main(run: Path, num: int) -> int:
 def check(run: Path, num: int) -> RewardRecheck:
     """Score up to `num` responses of the run again. Raises InputError if its files cannot be read."""
     config = read_run_config(run)
-    if config.has_episodes:
+    if config.service.agents or (config.has_episodes and not config.reward_weights):
         return RewardRecheck(0, (), ("environments and agents gave the rewards",))
     scored = [row for row in read_samples(run).values() if row.reward is not None and row.group[0] != "-"]
     rows = spread(scored, num)
