@@ -183,6 +183,44 @@ def test_a_program_has_the_standard_library(sandbox: Sandbox) -> None:
     assert sandbox.run(program, b"", TIME).output == b"e3b0 True 2000-01-01\n0.3 None 1.5\n"
 
 
+# What programs of contests print with.
+FAST_OUTPUT = """
+import io, os, sys
+
+class FastOutput(io.IOBase):
+    def __init__(self):
+        self.parts = []
+        self.write = self.parts.append
+
+    def flush(self):
+        os.write(1, "".join(self.parts).encode())
+        self.parts.clear()
+
+sys.stdout = FastOutput()
+print(9)
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer, encoding='utf-8')\nprint(9)",
+        "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.detach())\nprint(9)",
+        "import sys\nsys.stdout.reconfigure(encoding='utf-8')\nprint(9)",
+        "import sys\nprint(9)\nsys.stdout.close()",
+        "import sys\nprint(9)\nsys.stdout = sys.stderr",
+        "import sys\nsys.stdout = open(1, 'w')\nprint(9)",
+        "file = open(1, 'w')\nfile.write('9\\n')",
+        FAST_OUTPUT,
+        "import io, sys\nsys.stdin = io.TextIOWrapper(sys.stdin.buffer)\nprint(int(input()) ** 2)",
+    ],
+)
+def test_standard_streams_are_those_of_an_interpreter(sandbox: Sandbox, program: str) -> None:
+    result = sandbox.run(program, b"3\n", TIME)
+    expected = subprocess.run([sys.executable, "-c", program], input=b"3\n", capture_output=True)
+    assert (result.output, result.is_success) == (expected.stdout, expected.returncode == 0) == (b"9\n", True)
+
+
 def test_each_run_starts_fresh(sandbox: Sandbox) -> None:
     assert sandbox.run("import builtins, json\nbuiltins.print = json.loads = None", b"", TIME).is_success
     assert sandbox.run("import json\nprint(json.loads('[1]'))", b"", TIME).output == b"[1]\n"

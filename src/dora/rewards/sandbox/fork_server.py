@@ -29,7 +29,7 @@ import sys
 import types
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 REQUEST = struct.Struct("<dQ")  # time limit (s), memory limit (bytes)
 LENGTH = struct.Struct("<Q")  # of the program, in front of it
@@ -122,6 +122,9 @@ class ForkServer:
         os.setsid()
         for descriptor, pipe in enumerate((*pipes, self._null)):
             os.dup2(pipe, descriptor)
+        old = sys.stdout  # it has recorded that /dev/null has positions; a pipe has none
+        made = os.fdopen(1, "w", encoding=old.encoding, errors=old.errors, closefd=False)
+        sys.stdout = sys.__stdout__ = made  # type: ignore[misc]
         kept = {error_writer} if self._restrictions is None else {error_writer, self._restrictions.ruleset}
         for low, high in pairwise((2, *sorted(kept), MAX_OPEN_FILES)):
             os.closerange(low + 1, high)
@@ -155,8 +158,16 @@ def _run_program() -> int:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     atexit._run_exitfuncs()
-    sys.stdout.flush()
+    _flush(sys.stdout)  # in an interpreter's order
+    vars(module).clear()  # closes files that the program has left open, which writes what they hold
+    _flush(sys.__stdout__)
     return code & 0xFF
+
+
+def _flush(output: TextIO | None) -> None:
+    """A program may have closed or detached its output."""
+    with contextlib.suppress(AttributeError, ValueError):
+        output.flush()  # type: ignore[union-attr]
 
 
 def _read(num_bytes: int) -> bytes:
