@@ -39,6 +39,8 @@ def test_the_prompt_may_be_in_another_column(tmp_path: Path) -> None:
     [
         ("", "has no rows"),
         ('{"prompt": "a"}\n{"prompt": \n', "line 2: is not JSON"),
+        ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", "line 1: cannot be read (Exceeds the limit"),
+        ('{"prompt": "a", "tree": ' + "[" * 99999 + "]" * 99999 + "}", "line 1: cannot be read (maximum"),
         ('{"prompt": "a"}\n\n{"prompt": "b"}\n', "line 2: is empty"),
         ('{"prompt": "a"}\n["b"]\n', "line 2: is a list"),
         (

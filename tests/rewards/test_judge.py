@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from tests.fake_openai import FakeOpenAI
 
 from dora.errors import RewardError
 from dora.rewards.base import RewardInput, load_reward, score
-from dora.rewards.judge import Judge
+from dora.rewards.judge import _SCORE, Judge
 
 RUBRIC = "Is {completion} a good answer to {prompt}? Known: {answer}. Reply {{}} and then Score: N."
 
@@ -73,6 +74,14 @@ def test_a_reply_without_a_grade_fails_its_completion(server: FakeOpenAI, rubric
     assert "the judge gave no grade; its reply ends with ''" in reason("silent", "a", answer="b")
     assert "grade 6 is not in 0 to max_score = 5" in reason("a", "123456", answer="b")
     assert "the rubric names 'answer', and the columns are: none" in reason("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("reply", "grade"),
+    [("Score: 3", "3"), ("**Score:** -3/10", "-3"), ("score - 2.5", "2.5"), ("Score (1-9)\nSCORE=7.", "7")],
+)
+def test_a_minus_sign_belongs_to_the_grade(reply: str, grade: str) -> None:
+    assert re.findall(_SCORE, reply)[-1] == grade
 
 
 @pytest.mark.parametrize(

@@ -479,6 +479,8 @@ def _read_jsonl(path: Path) -> list[Any]:
         ) from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}, line {number}: {not_utf8(error)}") from error
+    except (ValueError, RecursionError) as error:  # a very long number, very deep nesting
+        raise DataError(f"{path}, line {number}: cannot be read ({error}); make it a text") from error
     return rows
 
 

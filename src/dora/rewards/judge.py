@@ -22,7 +22,7 @@ from dora.openai_server import OpenAIServer
 
 Text = str | Sequence[Mapping[str, str]]  # or the messages of a conversation
 
-_SCORE = r"(?i)score\W*(-?\d+(?:\.\d+)?)"  # as in "Score: 7" or "**Score:** 7/10"
+_SCORE = r"(?i)score\W*?(-?\d+(?:\.\d+)?)"  # as in "Score: 7" or "**Score:** 7/10"
 _CACHE_TIMEOUT_S = 30.0  # while another worker writes
 
 
