@@ -233,6 +233,8 @@ TEACHER = "distillation.teachers=['model']"
     [
         (["distillation.coef=2.0"], "distillation.coef has no effect without distillation.teachers"),
         ([TEACHER, "distillation.timeout_s=9"], "has no effect without a teacher on a server"),
+        ([TEACHER, "algorithm.adv_estimator=rloo"], "has no effect with distillation.reward_coef = 0"),
+        ([TEACHER, "algorithm.overlong_buffer_tokens=8"], "has no effect with distillation.reward_coef = 0"),
         ([TEACHER, "algorithm.kl_loss_coef=0.1"], "they take the place of the initial policy"),
         ([TEACHER, *PAIRS], "it compares whole responses"),
         ([TEACHER, GAE], "the critic predicts rewards"),

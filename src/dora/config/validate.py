@@ -185,8 +185,7 @@ def _check_groups(config: Config) -> None:
     """Groups can have a reward signal, unless rewards are only measured."""
     group_size, estimator = config.sampling.group_size, config.algorithm.adv_estimator
     needs_others = estimator not in ("reinforce_plus_plus", "gae") and not recipe.is_own(estimator)
-    rewards_count = not config.distillation.teachers or config.distillation.reward_coef > 0
-    if group_size == 1 and rewards_count and needs_others:
+    if group_size == 1 and _rewards_count(config) and needs_others:
         raise ConfigError(
             f"sampling.group_size = 1 with algorithm.adv_estimator = {estimator}: every advantage from "
             "rewards would be reward - mean(rewards of the group) = 0; set sampling.group_size >= 2, or "
@@ -436,13 +435,12 @@ def _check_distillation(config: Config) -> None:
     if not config.distillation.teachers:
         return
     algorithm, temperature = config.algorithm, config.sampling.temperature
-    rewards_count = config.distillation.reward_coef > 0
     conflicts = {
         "algorithm.kl_loss_coef: they take the place of the initial policy": algorithm.kl_loss_coef > 0,
         "algorithm.policy_loss = online_dpo: it compares whole responses": _compares_pairs(config),
         "algorithm.adv_estimator = gae: the critic predicts rewards": _uses_critic(config),
         "algorithm.filter_groups = true and reward_coef = 0: groups of equal rewards train as well": (
-            algorithm.filter_groups and not rewards_count
+            algorithm.filter_groups and not _rewards_count(config)
         ),
         "trainer.backend: only DORA-RL's own trainer supports it": config.trainer.backend is not None,
         'service.trainer = "external": it computes its own loss': config.service.trainer == "external",
@@ -629,6 +627,9 @@ def _unused_for_the_loss(config: Config) -> Iterator[Unused]:
         yield "algorithm", never_clipped, "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"
     if algorithm.adv_estimator != "gae":
         yield "algorithm", "without adv_estimator = gae", "gamma", "lam"
+    if not _rewards_count(config):
+        reason = "with distillation.reward_coef = 0: rewards are only measured"
+        yield "algorithm", reason, "adv_estimator", "overlong_buffer_tokens"
     if not algorithm.kl_loss_coef:
         yield "algorithm", "with kl_loss_coef = 0", "kl_loss_type"
     if not algorithm.overlong_buffer_tokens:
@@ -765,6 +766,11 @@ def _static_setting(config: Config) -> str:
 
 def _uses_critic(config: Config) -> bool:
     return config.algorithm.adv_estimator == "gae"
+
+
+def _rewards_count(config: Config) -> bool:
+    """Whether advantages depend on rewards."""
+    return not config.distillation.teachers or config.distillation.reward_coef > 0
 
 
 def _compares_pairs(config: Config) -> bool:
