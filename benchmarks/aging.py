@@ -9,10 +9,10 @@ seed for 16 steps, too few to learn.
 
 from __future__ import annotations
 
-import statistics
 from statistics import fmean
 
 from demo import SEEDS, run_demo
+from finished_run import median_of
 
 from report import Row, parse_options, publish
 
@@ -61,7 +61,7 @@ def main() -> None:
     rows = [run(mode, seed, options.quick) for seed in seeds for mode in MODES]
 
     def median(mode: str, column: str) -> float:
-        return statistics.median(float(row[column]) for row in rows if row["mode"] == mode)
+        return median_of(rows, column, mode=mode)
 
     compared = {
         "accuracy": "sampled_after",

@@ -26,6 +26,7 @@ import numpy as np
 import ray
 import torch
 from demo import run_demo
+from finished_run import median_of
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -236,12 +237,6 @@ def path_rows(num_bytes: int, num_repeats: int) -> list[Row]:
         WeightStore(folder).close()
 
 
-def median(rows: list[Row], key: str, **chosen: object) -> float:
-    return statistics.median(
-        float(row[key]) for row in rows if all(row.get(name) == value for name, value in chosen.items())
-    )
-
-
 def main() -> None:
     options = parse_options(__doc__ or "")
     is_quick = options.quick
@@ -255,11 +250,11 @@ def main() -> None:
     ]
     ratios = {}
     if demo:
-        ray_per_s, local_per_s = (median(demo, "tokens_per_s", kind=kind) for kind in ("ray", "local"))
+        ray_per_s, local_per_s = (median_of(demo, "tokens_per_s", kind=kind) for kind in ("ray", "local"))
         ratios["ray_over_local_tokens_per_s"] = ray_per_s / local_per_s
     for pace_ms, load in zip(paces_ms, ("", "_of_the_same_load"), strict=False):
-        held_ms = median(held, "held_ms", engines=many, pace_ms=pace_ms)
-        ratios[f"publish_held_{many}_engines_over_1{load}"] = held_ms / median(held, "held_ms", engines=1)
+        held_ms = median_of(held, "held_ms", engines=many, pace_ms=pace_ms)
+        ratios[f"publish_held_{many}_engines_over_1{load}"] = held_ms / median_of(held, "held_ms", engines=1)
     ratios |= {f"{row['path']}, GB/s": float(row["gb_per_s"]) for row in paths}
     publish(options, [*demo, *held, *paths], ratios)
 

@@ -16,6 +16,7 @@ from random import Random
 from typing import Any
 
 from dropping import MAX_STALENESS
+from finished_run import metrics_of, summary_of
 from rich.console import Console
 
 from dora.audit import audit
@@ -84,8 +85,7 @@ def run(task: str, setting: Setting, seed: int, num_steps: int, num_prompts: int
         train(load.read_config(example, changes), out, Console(quiet=True))
         saved = [out / "checkpoints" / f"step-{every * point}" for point in range(1, NUM_POINTS + 1)]
         curve = accuracies(task, [EXAMPLES / task / "start", *saved], num_prompts)
-        summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        summary, lines = summary_of(out), metrics_of(out)
         samples = [*read_samples(out).values()]
         verdict = audit.check(out)
     assert verdict.c1 or setting.policy in MIXED

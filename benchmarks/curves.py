@@ -10,11 +10,11 @@ learn.
 
 from __future__ import annotations
 
-import statistics
 from itertools import product
 from statistics import fmean
 
 from demo import SEEDS, run_demo
+from finished_run import median_of
 
 from report import Row, parse_options, publish
 
@@ -56,8 +56,7 @@ def main() -> None:
     rows = [run(*setting, seed, options.quick) for seed in seeds for setting in settings]
 
     def median(max_staleness: int, correction: str) -> float:
-        own = [r for r in rows if (r["max_staleness"], r["correction"]) == (max_staleness, correction)]
-        return statistics.median(float(row["sampled_after"]) for row in own)
+        return median_of(rows, "sampled_after", max_staleness=max_staleness, correction=correction)
 
     base = median(*settings[0])
     ratios = {f"accuracy_s{s}_{c}_over_s{settings[0][0]}": median(s, c) / base for s, c in settings[1:]}

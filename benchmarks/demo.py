@@ -6,14 +6,12 @@ all of them. --quick runs one seed for 40 steps, enough to measure speed but too
 
 from __future__ import annotations
 
-import json
-import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from finished_run import median_of, metrics_of, summary_of, train
 
 from report import Row, parse_options, publish
 
@@ -42,15 +40,8 @@ def run_demo(seed: int, changes: Iterable[str], *options: str) -> tuple[dict[str
     """One run of the demo with overrides: its summary, and the metrics of each step."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        command = [sys.executable, "-m", "dora", "train", str(CONFIG), "--out", str(out), "--seed", str(seed)]
-        command += [part for change in changes for part in ("--set", change)]
-        subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
-        summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-        lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert summary["c1"]
-    assert summary["c2"]
-    assert summary["c3"]
-    return summary, [json.loads(line) for line in lines]
+        train(CONFIG, out, changes, "--seed", str(seed), *options)
+        return summary_of(out), metrics_of(out)
 
 
 def run(policy: str, seed: int, quick: bool) -> Row:
@@ -66,7 +57,7 @@ def main() -> None:
     rows = [run(policy, seed, options.quick) for seed in seeds for policy in POLICIES]
 
     def median(policy: str, column: str) -> float:
-        return statistics.median(float(row[column]) for row in rows if row["policy"] == policy)
+        return median_of(rows, column, policy=policy)
 
     ratios = {
         "sync_over_dora_wall_s": median("sync", "wall_s") / median("dora", "wall_s"),

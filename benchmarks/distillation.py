@@ -12,13 +12,11 @@ take turns. --quick runs one seed and few steps, too few to learn.
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+import finished_run
 from demo import CONFIG, SEEDS
 
 from report import Row, parse_options, publish
@@ -30,14 +28,13 @@ NUM_STEPS, EVERY, NUM_PROMPTS, BATCH = 240, 10, 256, 64  # BATCH: samples of a s
 def train(out: Path, seed: int, num_steps: int, changes: tuple[str, ...]) -> list[tuple[int, float]]:
     """A run of the demo: trained samples and sampled accuracy at each evaluation."""
     sets = (f"run.seed={seed}", f"run.steps={num_steps}", f"eval.num_prompts={NUM_PROMPTS}", *changes)
-    command = [sys.executable, "-m", "dora", "train", str(CONFIG), "--out", str(out)]
-    command += [part for change in sets for part in ("--set", change)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    lines = map(json.loads, (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    finished_run.train(CONFIG, out, sets)
     during = [
-        (line["val/version"] * BATCH, line["val/reward_mean"]) for line in lines if "val/version" in line
+        (line["val/version"] * BATCH, line["val/reward_mean"])
+        for line in finished_run.metrics_of(out)
+        if "val/version" in line
     ]
-    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    summary = finished_run.summary_of(out)
     ends = {0: summary["eval_before"], num_steps * BATCH: summary["eval_after"]}
     return sorted((dict(during) | ends).items())
 

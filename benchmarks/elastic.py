@@ -10,14 +10,12 @@ waits most of the time.
 
 from __future__ import annotations
 
-import json
-import statistics
 import tempfile
 from pathlib import Path
 
+from finished_run import audited_summary, median_of
 from rich.console import Console
 
-from dora.audit import audit
 from dora.config import load
 from dora.runtime import run
 from report import Row, parse_options, publish
@@ -53,11 +51,7 @@ def measure(workload: str, way: str, num_steps: int, seed: int) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         run.train(config, out, Console(quiet=True))
-        summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-        verdict = audit.check(out)
-    assert verdict.c1
-    assert verdict.c2
-    assert verdict.c3
+        summary = audited_summary(out)
     named = {"workload": workload, "way": way, "seed": seed, "steps": num_steps}
     return named | {column: summary[key] for column, key in COLUMNS.items()}
 
@@ -69,8 +63,7 @@ def main() -> None:
     rows = [measure(work, way, num_steps[work], seed) for seed in seeds for work in WORKLOADS for way in WAYS]
 
     def median(workload: str, way: str, column: str) -> float:
-        chosen = [row for row in rows if (row["workload"], row["way"]) == (workload, way)]
-        return statistics.median(float(row[column]) for row in chosen)
+        return median_of(rows, column, workload=workload, way=way)
 
     ratios = {
         f"apart_over_{way}_wall_s_{workload}": median(workload, "apart", "wall_s")

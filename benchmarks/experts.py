@@ -7,16 +7,14 @@ token) is the worst. No loss term balances the experts. --quick runs 20 steps.
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from finished_run import metrics_of, train
 from models import DEMO
 
 from dora.data.tokenizer import Tokenizer
@@ -48,22 +46,15 @@ def save_task(folder: Path) -> None:
 def run(folder: Path, num_steps: int) -> list[dict[str, Any]]:
     """The metrics of each step of a training run."""
     out = folder / "run"
-    command = [sys.executable, "-m", "dora", "train", str(EXAMPLES / "own_task" / "sevens.toml")]
-    command += ["--out", str(out), "--steps", str(num_steps)]
-    for change in (
+    changes = (
         f"model.path={folder / 'start'}",
         f"reward.function={folder / 'reward.py'}:reward",
         "trainer.lr=1e-3",
         "trainer.routing_replay=true",
         "eval.num_prompts=0",
-    ):
-        command += ["--set", change]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-    assert summary["c1"]
-    assert summary["c2"]
-    assert summary["c3"]
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    )
+    train(EXAMPLES / "own_task" / "sevens.toml", out, changes, "--steps", str(num_steps))
+    return metrics_of(out)
 
 
 def rows_of(steps: list[dict[str, Any]]) -> list[Row]:

@@ -8,7 +8,6 @@ is the mean reward of the samples of several consecutive steps. --quick runs thr
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -22,6 +21,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from finished_run import audited_summary, rewards_of
 
 from report import Row, make_parser, options_of, publish
 
@@ -129,12 +130,7 @@ def run_example(name: str, folder: Path, quick: bool) -> Result:
         example = EXAMPLES[name]
         run_dora(example, out, log, quick)
     minutes = _minutes_since(began_s)
-    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-    assert summary["c1"], name
-    assert summary["c2"], name
-    assert summary["c3"], name
-    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rewards = [line["reward/mean"] for line in map(json.loads, lines) if "reward/mean" in line]
+    summary, rewards = audited_summary(out), rewards_of(out)
     before, after = summary["eval_before"], summary["eval_after"]
     if example.measure == TRAINED:
         before, after = statistics.fmean(rewards[:EDGE_STEPS]), statistics.fmean(rewards[-EDGE_STEPS:])

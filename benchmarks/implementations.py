@@ -16,10 +16,7 @@ learn.
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +26,7 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
+import finished_run
 from demo import CONFIG
 
 from dora.data import gcd
@@ -99,18 +97,14 @@ def train(model: Path, out: Path, num_steps: int, num_prompts: int, changes: Seq
         "trainer.deterministic=true",
         *changes,
     )
-    command = [sys.executable, "-m", "dora", "train", str(CONFIG), "--out", str(out)]
-    command += [part for change in sets for part in ("--set", change)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-    assert (summary["c1"], summary["c2"], summary["c3"]) == (True, True, True)
-    lines = map(json.loads, (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    finished_run.train(CONFIG, out, sets)
     responses: list[dict[object, Sequence[int]]] = [{} for _ in range(num_steps)]
     samples = [*read_samples(out).values()]
     for sample, response in zip(samples, read_responses(out, samples), strict=True):
         if sample.trained_step is not None and response is not None:
             responses[sample.trained_step][sample.group, sample.sibling] = response.token_ids
-    return Result([line for line in lines if "reward/mean" in line], responses, summary)
+    steps = [line for line in finished_run.metrics_of(out) if "reward/mean" in line]
+    return Result(steps, responses, finished_run.summary_of(out))
 
 
 def row_of(result: Result) -> dict[str, float]:

@@ -11,7 +11,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -22,6 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from finished_run import audited_summary, metrics_of, train_command
 from peers_watch import ResourceMonitor
 
 import dora
@@ -116,22 +116,17 @@ class Peers:
 def run_dora(task: Task, out: Path, max_staleness: int, changes: Sequence[str] = ()) -> Run:
     """`dora train` with the demo's settings and these overrides."""
     out.mkdir(parents=True)
-    command = [sys.executable, "-m", "dora", "train", str(EXAMPLE), "--out", str(out / "run")]
-    for change in (*task.changes, f"orchestrator.max_staleness={max_staleness}", *changes):
-        command += ["--set", change]
+    overrides = (*task.changes, f"orchestrator.max_staleness={max_staleness}", *changes)
+    command = train_command(EXAMPLE, out / "run", overrides)
     with _started(command, out / "stderr.txt", {}) as process, ResourceMonitor([process.pid]) as monitor:
         _wait(process, out / "stderr.txt", START_S + STEP_S * task.num_steps)
     return _dora_run(out / "run", monitor, task.config.sampling.group_size)
 
 
 def _dora_run(out: Path, monitor: ResourceMonitor, group_size: int) -> Run:
-    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-    assert summary["c1"]
-    assert summary["c2"]
-    assert summary["c3"]
-    metrics = out / "metrics.jsonl"
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    zero = metrics.stat().st_mtime - lines[-1]["t_s"]  # its last line is written at the end of the last step
+    summary, lines = audited_summary(out), metrics_of(out)
+    # The last line of the metrics is written at the end of the last step.
+    zero = (out / "metrics.jsonl").stat().st_mtime - lines[-1]["t_s"]
     with (out / "journal.jsonl").open(encoding="utf-8") as journal:
         first = next(record for record in map(json.loads, journal) if record.get("kind") == "admit")
     began, ends = zero + first["t_s"], [zero + line["t_s"] for line in lines]

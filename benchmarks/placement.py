@@ -10,15 +10,14 @@ max/mean about 10, p99 over 10 times the median, and each request has the same l
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from pathlib import Path
 from random import Random
 
+from finished_run import audited_summary, median_of, metrics_of
 from rich.console import Console
 
-from dora.audit import audit
 from dora.config import load
 from dora.core.types import RequestId
 from dora.engine.request import SamplingParams
@@ -82,12 +81,8 @@ def measure(placement: str, max_staleness: int, batch_size: int, num_steps: int)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         run.train(config, out, Console(quiet=True), ForcedLengths)
-        summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-        verdict = audit.check(out)
+        summary = audited_summary(out)
         busy = busy_while_admitting(out, max_staleness)
-    assert verdict.c1
-    assert verdict.c2
-    assert verdict.c3
     named = {"placement": placement, "S": max_staleness, "batch": batch_size, "steps": num_steps}
     figures = {name: summary[key] for name, key in COLUMNS.items()}
     return {**named, "busy_while_admitting": busy, **figures}
@@ -98,7 +93,7 @@ def busy_while_admitting(out: Path, max_staleness: int) -> float:
 
     The last answers of a run and its first load leave rows empty with any placement.
     """
-    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = metrics_of(out)
     ends_s = [step["t_s"] for step in steps]
     busy = [step["rollout/utilization"] for step in steps]
     spans = range(1, len(steps) - max_staleness)
@@ -124,9 +119,7 @@ def main() -> None:
     ]
 
     def median(placement: str, column: str) -> float:
-        named = {"placement": placement, "S": staleness, "batch": batch_size}
-        chosen = [row for row in rows if named.items() <= dict(row).items()]
-        return statistics.median(float(row[column]) for row in chosen)
+        return median_of(rows, column, placement=placement, S=staleness, batch=batch_size)
 
     staleness, batch_size, num_steps = settings_of[0]
     ratios = {

@@ -33,6 +33,7 @@ from contenders import (
     contenders_for,
     parts,
 )
+from finished_run import metrics_of, summary_of
 from rich.console import Console
 from workloads import DEMO, EXAMPLE, LIGHT, PACED_TAIL, TAIL, WORKLOADS, Workload, shape_of
 
@@ -75,13 +76,11 @@ def measure(workload: Workload, contender: Contender, seed: int) -> dict[str, An
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         run.train(config, out, Console(quiet=True), workload.setup_type)
-        summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-        lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        summary, steps = summary_of(out), metrics_of(out)
         verdict = audit.check(out)
     assert verdict.c1 or contender.name in BREAKS_C1
     assert verdict.c2
     assert verdict.c3
-    steps = [json.loads(line) for line in lines]
     return {
         **identity(workload, contender),
         "settings": contender.settings_text(),

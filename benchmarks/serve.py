@@ -24,8 +24,8 @@ from pathlib import Path
 
 import httpx
 import psutil
+from finished_run import audited_summary
 
-from dora.audit import audit
 from report import Row, parse_options, publish
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "tool_caller"))  # has the shop
@@ -134,8 +134,7 @@ def main() -> None:
             raise
         finally:
             run.kill()
-        summary = json.loads((out / "summary.json").read_text())
-        verdict, missing = audit.check(out), lost_rewards(out, stats)
+        summary, missing = audited_summary(out), lost_rewards(out, stats)
         log_text = log.read_text()
     for problem in [*stats.wrong[:20], *missing[:20]]:
         print(problem)
@@ -144,7 +143,6 @@ def main() -> None:
     for name, num in sorted(stats.refused.items()):
         print(f"{num} malformed calls: {name}")
     assert "Traceback" not in log_text, log_text
-    assert (verdict.c1, verdict.c2, verdict.c3) == (True, True, True)
     rows: list[Row] = [row_of(kind, times) for kind, times in sorted(stats.seconds.items())]
     publish(
         options,

@@ -10,7 +10,6 @@ one seed for 4 steps, too few to learn.
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import statistics
 import subprocess
@@ -19,7 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from dora.audit import audit
+from finished_run import audited_summary, rewards_of
+
 from report import Row, parse_options, publish
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tool_caller"
@@ -72,10 +72,7 @@ def _serve(out: Path, options: list[str]) -> None:
 
 
 def _result(out: Path) -> dict[str, int | float]:
-    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-    assert audit.check(out).findings == ()
-    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rewards = [line["reward/mean"] for line in map(json.loads, lines) if "reward/mean" in line]
+    summary, rewards = audited_summary(out), rewards_of(out)
     width = max(1, len(rewards) // 10)
     ends = {percent: len(rewards) * percent // 100 for percent in QUARTERS}
     with sqlite3.connect(out / "samples.sqlite") as samples:

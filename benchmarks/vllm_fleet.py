@@ -23,6 +23,7 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
+from finished_run import summary_of, train_command
 
 from dora.audit import audit, logprob_recheck
 from dora.config import load
@@ -99,14 +100,13 @@ def train(server: str, python: str, num_steps: int, name: str) -> Row:
         fleet = fleet if is_mixed else ""
         file, out = Path(folder) / "run.toml", Path(folder) / "run"
         file.write_text(to_toml(config) + fleet, encoding="utf-8")
-        command = [sys.executable, "-m", "dora", "train", str(file), "--out", str(out)]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        with subprocess.Popen(train_command(file, out), stdout=subprocess.DEVNULL) as process:
             if is_killed:
                 kill_server(process, out / "metrics.jsonl", num_steps // 2)
             code = process.wait(START_S + STEP_S * num_steps)
         assert code == 0, f"the run exited with code {code}"
         verdict, deep = audit.check(out), logprob_recheck.check(out, NUM_DEEP)
-        summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+        summary = summary_of(out)
         events = [line.record for line in reader.read_journal(out).lines]
     tokens, answers, migrated, num_lost = Counter[int](), Counter[int](), Counter[str](), 0
     for event in events:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from finished_run import rewards_of, summary_of, train_command
 from vllm_fleet import EXAMPLE, NUM_DEEP, START_S, STEP_S
 
 from dora.audit import audit, logprob_recheck
@@ -69,14 +70,10 @@ def train(python: str, num_steps: int, backend: str, num_slots: int) -> Row:
     )
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        command = [sys.executable, "-m", "dora", "train", str(EXAMPLE), "--out", str(out)]
-        for change in (f"run.steps={num_steps}", *CHANGES, *server):
-            command += ["--set", change]
+        command = train_command(EXAMPLE, out, (f"run.steps={num_steps}", *CHANGES, *server))
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True, timeout=START_S + STEP_S * num_steps)
         verdict, deep = audit.check(out), logprob_recheck.check(out, NUM_DEEP)
-        summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-        lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rewards = [json.loads(line)["reward/mean"] for line in lines]
+        summary, rewards = summary_of(out), rewards_of(out)
     return {
         "adapter": backend,
         "version_slots": num_slots,

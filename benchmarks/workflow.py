@@ -13,15 +13,13 @@ compete for cores. `step_s` is the mean time of a step after the first one, whic
 
 from __future__ import annotations
 
-import json
-import statistics
 import tempfile
 import time
 from pathlib import Path
 
+from finished_run import audited_summary, median_of, metrics_of
 from rich.console import Console
 
-from dora.audit import audit
 from dora.config import load
 from dora.core.actions import Action, Score
 from dora.runtime import executor, run
@@ -96,13 +94,8 @@ def measure(workload: str, workflow: str, num_steps: int, seed: int) -> Row:
         path.write_text(EXAMPLE.read_text(encoding="utf-8") + REWARD_TASK, encoding="utf-8")
         config = load.read_config(path, [f"{key}={value}" for key, value in changes.items()])
         run.train(config, out, Console(quiet=True))
-        summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-        lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        result = audit.check(out)
-    assert result.c1
-    assert result.c2
-    assert result.c3
-    ends_s = [json.loads(line)["t_s"] for line in lines]
+        summary = audited_summary(out)
+        ends_s = [line["t_s"] for line in metrics_of(out)]
     step_s = (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1)
     named = {"workload": workload, "workflow": workflow, "seed": seed, "steps": num_steps, "step_s": step_s}
     return named | {column: summary[key] for column, key in COLUMNS.items()}
@@ -121,8 +114,7 @@ def main() -> None:
     ]
 
     def median(workload: str, workflow: str) -> float:
-        chosen = [row for row in rows if (row["workload"], row["workflow"]) == (workload, workflow)]
-        return statistics.median(float(row["step_s"]) for row in chosen)
+        return median_of(rows, "step_s", workload=workload, workflow=workflow)
 
     ratios = {
         f"task_by_task_over_{workflow}_step_s_{workload}": median(workload, "task_by_task")
