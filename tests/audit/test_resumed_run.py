@@ -5,53 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.journal.recorded_runs import Edit, Record, RecordedWorld, edited, nth_of, with_edits, world_config
+from tests.journal.recorded_runs import FROM_STEP, Edit, Record, edited, nth_of, with_edits
 
 from dora.audit import audit
-from dora.core.events import Resumed, Trained
+from dora.core.events import Resumed
 from dora.core.orchestrator import Orchestrator
-from dora.core.state import State
-from dora.core.types import BatchMember
 from dora.journal import replay, why
 from dora.journal.reader import read_journal
-from dora.journal.writer import JournalWriter
-from dora.runtime.main_loop import run_main_loop
-from dora.stream.sample_db import SampleStore
-
-FROM_STEP, NUM_REDONE = 3, 2
-
-
-@pytest.fixture(scope="module")
-def resumed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All processes crash after five steps; the run resumes after three of them."""
-    folder, config = tmp_path_factory.mktemp("resumed") / "run", world_config()
-    folder.mkdir()
-    store = SampleStore(folder / "samples.sqlite")
-    journal = JournalWriter(folder / "journal.jsonl", config.limits, "", config.num_prompts)
-    core, world = Orchestrator(config.limits), RecordedWorld(config, 0, store, None)
-    state, batches = core.snapshot(), list[tuple[BatchMember, ...]]()
-    actions = core.start(world.now)
-    journal.record(world.now, None, actions)
-    while state.num_trained < (FROM_STEP + NUM_REDONE) * config.limits.batch_size:
-        for action in actions:
-            world.execute(action)
-        event = world.next_event(core.next_wakeup())
-        assert event is not None
-        if isinstance(event, Trained):
-            batches.append(batch_of(state, event.step))
-        actions = core.handle(event, world.now)
-        journal.record(world.now, event, actions)
-    world.restart(state.next_index, FROM_STEP)
-    kept = tuple((v, digest) for v, digest in state.stored_versions.items() if v < FROM_STEP)
-    run_main_loop(core, world, journal.record, Resumed(FROM_STEP, kept, tuple(batches[FROM_STEP:])))
-    journal.close()
-    store.close()
-    return folder
-
-
-def batch_of(state: State, step: int) -> tuple[BatchMember, ...]:
-    groups = [state.groups[group] for group in state.batches[step]]
-    return tuple(BatchMember(group.id, group.index, group.version) for group in groups)
 
 
 def test_a_resumed_run_keeps_its_guarantees_and_replays(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.journal.recorded_runs import record_run, world_config
+from tests.journal.recorded_runs import record_resumed_run, record_run, world_config
 from tests.journal.story import write_story
 
 
@@ -25,3 +25,9 @@ def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def story_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The short run of `story`."""
     return write_story(tmp_path_factory.mktemp("runs") / "story")
+
+
+@pytest.fixture(scope="session")
+def resumed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete run that was resumed, with redone steps."""
+    return record_resumed_run(tmp_path_factory.mktemp("runs") / "resumed")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from dora.core.actions import Action, Commit, Fail, Filter
-from dora.core.events import Event, GroupScored, RequestFinished, Trained
+from dora.core.events import Event, GroupScored, RequestFinished, Resumed, Trained
 from dora.core.orchestrator import Orchestrator
-from dora.core.types import GroupId, Limits
+from dora.core.state import State
+from dora.core.types import BatchMember, GroupId, Limits
 from dora.journal.writer import JournalWriter, chain_line
 from dora.runtime.main_loop import run_main_loop
 from dora.sim.random_config import WorldConfig
@@ -25,6 +26,7 @@ from dora.stream.sample_db import SampleStore, Trajectory, answer_source
 
 Record = dict[str, Any]
 Edit = Callable[[list[Record]], object]  # of the records in a journal
+FROM_STEP, NUM_REDONE = 3, 2  # of the resumed run
 
 
 class RunStopped(Exception):
@@ -93,17 +95,51 @@ def world_config(**changes: Any) -> WorldConfig:
     return WorldConfig(**(settings | changes))
 
 
-def record_run(folder: Path, config: WorldConfig, seed: int, max_events: int | None = None) -> Path:
-    """Simulate a run to its end, or to `max_events` events; returns `folder`."""
+@contextmanager
+def recording(
+    folder: Path, config: WorldConfig, seed: int, max_events: int | None = None
+) -> Iterator[tuple[Orchestrator, RecordedWorld, JournalWriter]]:
+    """The orchestrator, the world and the journal of a run in a new folder."""
     folder.mkdir()
     store = SampleStore(folder / "samples.sqlite")
     journal = JournalWriter(folder / "journal.jsonl", config.limits, "", config.num_prompts)
-    world = RecordedWorld(config, seed, store, max_events)
-    with suppress(RunStopped):
-        run_main_loop(Orchestrator(config.limits), world, journal.record)
+    yield Orchestrator(config.limits), RecordedWorld(config, seed, store, max_events), journal
     journal.close()
     store.close()
+
+
+def record_run(folder: Path, config: WorldConfig, seed: int, max_events: int | None = None) -> Path:
+    """Simulate a run to its end, or to `max_events` events; returns `folder`."""
+    with recording(folder, config, seed, max_events) as (core, world, journal), suppress(RunStopped):
+        run_main_loop(core, world, journal.record)
     return folder
+
+
+def record_resumed_run(folder: Path) -> Path:
+    """All processes crash after `FROM_STEP + NUM_REDONE` steps; the run resumes after `FROM_STEP` of them."""
+    config = world_config()
+    with recording(folder, config, 0) as (core, world, journal):
+        state, batches = core.snapshot(), list[tuple[BatchMember, ...]]()
+        actions = core.start(world.now)
+        journal.record(world.now, None, actions)
+        while state.num_trained < (FROM_STEP + NUM_REDONE) * config.limits.batch_size:
+            for action in actions:
+                world.execute(action)
+            event = world.next_event(core.next_wakeup())
+            assert event is not None
+            if isinstance(event, Trained):
+                batches.append(_batch_of(state, event.step))
+            actions = core.handle(event, world.now)
+            journal.record(world.now, event, actions)
+        world.restart(state.next_index, FROM_STEP)
+        kept = tuple((v, digest) for v, digest in state.stored_versions.items() if v < FROM_STEP)
+        run_main_loop(core, world, journal.record, Resumed(FROM_STEP, kept, tuple(batches[FROM_STEP:])))
+    return folder
+
+
+def _batch_of(state: State, step: int) -> tuple[BatchMember, ...]:
+    groups = [state.groups[group] for group in state.batches[step]]
+    return tuple(BatchMember(group.id, group.index, group.version) for group in groups)
 
 
 def nth_of(records: list[Record], kind: str, nth: int = 0) -> Record:

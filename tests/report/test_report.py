@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.journal.recorded_runs import edited, record_run, world_config
+from tests.journal.recorded_runs import (
+    FROM_STEP,
+    NUM_REDONE,
+    Record,
+    edited,
+    nth_of,
+    record_run,
+    world_config,
+)
 from tests.journal.story import FIRST, write_story
 
 from dora.audit import audit
 from dora.cli.main import app
 from dora.core.actions import Action, Generate
-from dora.core.events import EngineJoined, Event, Loaded, RequestFinished
-from dora.core.types import Limits, RequestId
+from dora.core.events import EngineJoined, Event, Loaded, Published, RequestFinished
+from dora.core.types import EvaluationRule, Limits, RequestId
 from dora.errors import InputError
 from dora.journal import why
-from dora.journal.reader import JOURNAL_FILE, JournalLine, read_journal
+from dora.journal.reader import JOURNAL_FILE, SUMMARY_FILE, JournalLine, read_journal
 from dora.journal.timeline import fold
 from dora.journal.writer import JournalWriter
 from dora.report import samples, timeline
@@ -72,13 +82,70 @@ def test_groups_and_staleness_are_those_of_the_audit(good: JsonObject, finished_
     groups = audit.check(finished_run).guarantees.groups
     kinds = ("trained", "filtered", "failed", "pending")
     assert good["groups"]["outcomes"] == {kind: groups.outcomes[kind] for kind in kinds}
-    assert {*map(int, good["groups"]["staleness"])} == {*groups.staleness}
+    num_samples = {str(staleness): 2 * num for staleness, num in sorted(groups.staleness.items())}
+    assert [*good["groups"]["staleness"].items()] == [*num_samples.items()]
+    num_untrained = Counter[str]()
+    for outcome, reason, num in good["groups"]["reasons"]:
+        assert reason
+        num_untrained[outcome] += num
+    assert num_untrained == {kind: groups.outcomes[kind] for kind in ("filtered", "failed")}
     assert all(verdict["is_kept"] for verdict in good["audit"].values())
 
 
 def test_every_finished_response_is_counted_once_by_length(good: JsonObject, finished_run: Path) -> None:
     counted = sum(map(sum, good["groups"]["lengths"]["counts"].values()))
     assert counted == audit.check(finished_run).guarantees.versions.num_trajectories
+
+
+def test_groups_of_voided_steps_are_pending_until_they_are_trained_again(
+    resumed_run: Path, tmp_path: Path
+) -> None:
+    lines = (resumed_run / JOURNAL_FILE).read_text().splitlines(keepends=True)
+    (at,) = (number for number, line in enumerate(lines) if '"kind": "resumed"' in line)
+    reader, num_pending = RunReader(tmp_path), []
+    for end, num_steps in ((at, FROM_STEP + NUM_REDONE), (at + 1, FROM_STEP), (len(lines), 8)):
+        (tmp_path / JOURNAL_FILE).write_text("".join(lines[:end]))
+        reader.refresh()
+        found = reader.data()["groups"]
+        assert found["outcomes"]["trained"] == 3 * num_steps
+        assert sum(found["staleness"].values()) == 2 * 3 * num_steps
+        assert sum(found["lengths"]["counts"]["trained"]) == 2 * 3 * num_steps
+        num_pending.append(found["outcomes"]["pending"])
+    assert (num_pending[1] - num_pending[0], num_pending[2]) == (3 * NUM_REDONE, 0)
+
+
+def test_a_redone_version_keeps_the_time_of_its_first_publication(resumed_run: Path) -> None:
+    published: dict[int, int] = {}
+    for line in read_journal(resumed_run).lines:
+        if isinstance(line.record, Published):
+            published.setdefault(line.record.version, round(1e3 * line.t_s))
+    data = run_data(resumed_run)
+    assert data["published"] == [published[version] for version in range(9)]
+    assert {track["attempt"] for track in data["engines"]["tracks"]} == {0, 1}
+
+
+def test_steps_that_a_resume_adds_are_those_of_the_run(resumed_run: Path, tmp_path: Path) -> None:
+    def add_steps(records: list[Record]) -> None:
+        nth_of(records, "resumed").update(num_steps=12, lr_decay="linear")
+
+    data = run_data(edited(resumed_run, tmp_path / "run", add_steps))
+    assert data["limits"]["num_steps"] == 12
+    assert (data["config"]["run"]["steps"], data["config"]["trainer"]["lr_decay"]) == (12, "linear")
+
+
+def test_evaluations_are_those_of_the_journal_until_there_is_a_summary(tmp_path: Path) -> None:
+    config = world_config()
+    config = replace(config, limits=replace(config.limits, evaluation=EvaluationRule(4, 2, 2)))
+    run = record_run(tmp_path / "run", config, seed=0)
+    data = run_data(run)
+    evaluations = {one["version"]: one for one in data["evaluations"]}
+    assert evaluations.keys() == {0, 4, 8}
+    for version, one in evaluations.items():
+        assert 1e3 * one["t_s"] == pytest.approx(data["published"][version], abs=1)
+    assert sum(data["groups"]["lengths"]["counts"]["pending"]) == 0  # held-out responses are not counted
+    final = [{"version": 4, "reward_mean": 0.5}]
+    (run / SUMMARY_FILE).write_text(json.dumps({"evaluations": final}))
+    assert run_data(run)["evaluations"] == [final[0] | {"t_s": evaluations[4]["t_s"]}]
 
 
 def test_migrations_losses_and_removals_are_listed(story: JsonObject) -> None:
