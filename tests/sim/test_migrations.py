@@ -14,7 +14,7 @@ from dora.sim.ground_truth import Violation
 from dora.sim.random_config import FaultConfig
 from dora.sim.world import World
 
-LONG = RequestId(0, 0, 0)
+LONG, QUEUED, LAST = (RequestId(0, row, 0) for row in range(3))
 MIGRATE = Migrate(LONG, 0, 1, 0, "test")
 NO_FAULTS = {
     "request_failure_rate": 0.0,
@@ -24,11 +24,14 @@ NO_FAULTS = {
 }
 
 
-def make_world(kv_copy_s: float, kv_stop_s: float, faults: FaultConfig | None = None) -> World:
-    """Two engines that hold version 0; the first runs a request of 4 tokens, 40 ms."""
+def make_world(
+    kv_copy_s: float, kv_stop_s: float, faults: FaultConfig | None = None, num_queued: int = 0
+) -> World:
+    """Two engines of one row that hold version 0; the first runs a request of 4 tokens, 40 ms."""
     config = world_config(
         **NO_FAULTS, engines=((1, 1), (1, 1)), seconds_per_token=(0.01, 0.01), report_interval_s=100.0
     )
+    config = replace(config, limits=replace(config.limits, num_queued=num_queued))
     world = World(
         replace(config, kv_copy_s=kv_copy_s, kv_stop_s=kv_stop_s, faults=faults or FaultConfig()), seed=0
     )
@@ -128,3 +131,44 @@ def test_a_destination_without_a_free_row_is_a_violation() -> None:
     world.execute(Generate(1, 0, (RequestId(0, 1, 0),)))
     with pytest.raises(Violation, match="more than its 1 rows"):
         world.execute(MIGRATE)
+
+
+def finish_times_ms(world: World) -> dict[RequestId, int]:
+    """How long after now each request finishes."""
+    started_s, found = world.now, {}
+    while (event := world.next_event(started_s + 1.0)) is not None:
+        if isinstance(event, RequestFinished):
+            found[event.request] = int(1e3 * (world.now - started_s) + 1e-6)
+    return found
+
+
+def test_queued_requests_start_in_order_when_the_row_is_free() -> None:
+    world = make_world(kv_copy_s=0.02, kv_stop_s=0.001, num_queued=2)
+    world.execute(Generate(0, 0, (QUEUED, LAST)))
+    assert finish_times_ms(world) == {LONG: 40, QUEUED: 80, LAST: 120}
+
+
+def test_a_queued_request_starts_when_the_running_one_has_left() -> None:
+    world = make_world(kv_copy_s=0.0, kv_stop_s=0.002, num_queued=1)
+    world.execute(Generate(0, 0, (QUEUED,)))
+    world.execute(MIGRATE)
+    assert finish_times_ms(world) == {LONG: 42, QUEUED: 42}
+
+
+def test_a_queued_request_leaves_a_reserved_row_to_the_migration() -> None:
+    world = make_world(kv_copy_s=0.0, kv_stop_s=0.002, num_queued=1)
+    world.execute(MIGRATE)
+    world.execute(Generate(1, 0, (QUEUED,)))
+    assert finish_times_ms(world) == {LONG: 42, QUEUED: 82}
+
+
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_a_queued_request_gets_the_reserved_row_of_a_failed_migration(is_aborted: bool) -> None:
+    world = make_world(kv_copy_s=0.02, kv_stop_s=0.001, num_queued=1)
+    world.execute(MIGRATE)
+    world.execute(Generate(1, 0, (QUEUED,)))
+    if is_aborted:
+        world.execute(Abort(0, (LONG,)))
+    else:
+        world.crash_engine(world.truth.engines[0])
+    assert finish_times_ms(world).keys() == {QUEUED}

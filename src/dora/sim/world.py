@@ -454,6 +454,7 @@ class SimMigrations:
                     self._world.truth.owner.pop(migration.request.id, None)
                 else:
                     self._world.rollout.update_rate(migration.request)
+                if not migration.destination.is_lost:
                     self._world.rollout.start_queued(migration.destination)
             outcome = self._report(migration)
             assert outcome is not None, "a reported migration is not in the list"
