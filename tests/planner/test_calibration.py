@@ -13,10 +13,25 @@ import typer
 
 from dora.cli.main import app
 from dora.cli.simulate import read_runs
-from dora.core.actions import Action
-from dora.core.events import Event, Resumed
+from dora.core.actions import Action, Admit, Commit, Generate, Load, Migrate, Publish, Score, Train
+from dora.core.events import (
+    EngineJoined,
+    Event,
+    GroupScored,
+    Loaded,
+    LoadFailed,
+    Migrated,
+    MigrationFailed,
+    ProgressReported,
+    Published,
+    RequestFinished,
+    Resumed,
+    ScoringFailed,
+    StepFailed,
+    Trained,
+)
 from dora.core.orchestrator import Orchestrator
-from dora.core.types import Limits
+from dora.core.types import GroupId, Limits, RequestId
 from dora.errors import InputError
 from dora.journal.reader import JournalLine
 from dora.journal.writer import JournalWriter
@@ -24,7 +39,9 @@ from dora.planner.calibrate import (
     FitData,
     FittedCosts,
     LinearCost,
+    RecordedLengths,
     RecordedRun,
+    TrainingSpan,
     fit,
     fit_costs,
     forecast_all,
@@ -95,14 +112,84 @@ def write_run(folder: Path, limits: Limits, *more: Event) -> Path:
     return folder
 
 
+def interrupted_run(*last: Event | Action, update_s: float = 0.0) -> RecordedRun:
+    """One trained group, one of which a response is missing, and failures; `last` has not ended."""
+    a, b = GroupId(0, 0), GroupId(0, 1)
+    (a0, a1), (b0, b1) = ([RequestId(*group, k) for k in range(2)] for group in (a, b))
+    held_out = RequestId(-2, 0, 0)
+    records: list[tuple[float, list[Event | Action]]] = [
+        (0.0, [EngineJoined(0, 8, 2), EngineJoined(1, 8, 2), Load(0, 0), Load(1, 0), Score(b)]),
+        (0.5, [Loaded(0, 0, "d", 0.1), LoadFailed(1, 0, "out of memory"), Admit(a, 0, 0, 0)]),
+        (0.5, [Generate(0, 0, (a0, a1)), Admit(b, 1, 0, 1), Generate(0, 0, (b0, b1))]),
+        (1.0, [Migrate(a1, 0, 1, 0, "kv"), Migrate(b1, 0, 1, 0, "kv"), ScoringFailed(b, "crashed")]),
+        (2.0, [Migrated(a1, 0, 1, 12, 100, 0.25, 0.01), MigrationFailed(b1, 0, 1, "lease over")]),
+        (2.5, [RequestFinished(0, a0, 0, 10, (), "stop")]),
+        (3.5, [RequestFinished(1, a1, 0, 20, (), "stop"), Score(a)]),
+        (4.0, [GroupScored(a, (1.0, 0.0)), Commit(a, 0), Train(0, (a,))]),
+        (5.0, [StepFailed(0, "out of memory"), Train(0, (a,))]),
+        (6.0, [Trained(0), Publish(1)]),
+        (6.5, [Published(1, "e"), RequestFinished(0, b0, 0, 30, (), "stop"), Generate(0, 0, (held_out,))]),
+        (6.5, [RequestFinished(0, held_out, 0, 1, (), "stop"), *last]),
+        (9.0, [ProgressReported(0, ((b1, 40),), 1.0)]),
+    ]
+    lines = [(t_s, record) for t_s, own in records for record in own]
+    limits = replace(LIMITS, num_steps=2, batch_size=1, group_size=2)
+    found = [JournalLine(seq, t_s, record) for seq, (t_s, record) in enumerate(lines)]
+    return read_run(limits, found, {0: update_s, 1: 3.0})
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        Train(1, (GroupId(0, 1),)),
+        Publish(2),
+        Load(0, 1),
+        Score(GroupId(0, 1)),
+        Migrate(RequestId(0, 1, 1), 0, 1, 0, "kv"),
+    ],
+)
+def test_only_what_has_ended_well_is_measured(last: Action) -> None:
+    run = interrupted_run(last)
+    assert run.trainings == [TrainingSpan(5.0, 6.0, 30)]
+    assert run.durations_s == {
+        "load": [0.5],
+        "load stop": [0.1],
+        "migration": [0.25],
+        "reward": [0.5],
+        "publish": [0.5],
+    }
+    found = [(str(span.request), span.engine.engine, span.num_new_tokens) for span in run.requests]
+    assert found == [("0/0/1", 0, 12), ("0/0/0", 0, 10), ("0/1/0", 0, 30), ("0/0/1", 1, 8)]
+
+
+def test_a_group_without_all_responses_gets_the_lengths_of_another() -> None:
+    assert RecordedLengths(interrupted_run()).draw(0, 2, 1)[:2] == [[10, 20], [10, 20]]
+
+
+@pytest.mark.parametrize(("update_s", "early_s"), [(0.75, 0.0), (1.5, 0.5)])
+def test_compute_time_beyond_the_step_was_spent_before_its_batch_was_complete(
+    update_s: float, early_s: float
+) -> None:
+    (training,) = interrupted_run(update_s=update_s).trainings
+    assert (training.work_started_s, training.work_s) == (5.0 - early_s, 1.0 + early_s)
+
+
 def test_costs_are_recovered() -> None:
     found = fit_costs([recorded_run(LIMITS)])
     assert found.decode.at(6) == pytest.approx(COSTS.decode.at(6), rel=0.05)
     assert found.decode.per_unit_s == pytest.approx(COSTS.decode.per_unit_s, rel=0.3)
     assert found.train.at(4) == pytest.approx(COSTS.train.at(4), rel=0.02)
     assert found.load_s == pytest.approx(0.3)
+    assert found.migration_s == pytest.approx(0.01)
     assert found.publish_s == pytest.approx(0.2)
     assert found.reward_s == pytest.approx(0.05)
+
+
+def test_a_cost_is_the_mean_of_all_runs_or_zero() -> None:
+    run = recorded_run(SYNC)
+    runs = [replace(run, durations_s=own) for own in ({"load stop": [0.1, 0.2]}, {"load stop": [0.6]}, {})]
+    found = fit_costs(runs)
+    assert (found.load_stop_s, found.migration_s) == pytest.approx((0.3, 0.0))
 
 
 def test_two_runs_show_the_contention_of_engines_and_trainer() -> None:
@@ -113,9 +200,9 @@ def test_two_runs_show_the_contention_of_engines_and_trainer() -> None:
 
 
 def test_workers_that_always_overlap_show_no_contention() -> None:
-    """The cost is as measured."""
-    durations_s, ones = np.array([2.0, 2.2, 1.8]), np.ones(3)
-    (cost_s,), slowdown = fit([FitData(durations_s, ones[:, None], ones, ones)], 1.0)
+    """The cost is as measured, even if the spans with more overlap are longer."""
+    durations_s, overlaps, ones = np.array([2.0, 2.2, 1.8]), np.array([0.8, 1.0, 0.6]), np.ones(3)
+    (cost_s,), slowdown = fit([FitData(durations_s, ones[:, None], overlaps, ones)], 1.0)
     assert (cost_s, slowdown) == pytest.approx((2.0, 0.0))
 
 
@@ -137,6 +224,11 @@ def test_a_run_on_shared_cores_is_predicted_from_others() -> None:
 def test_a_run_with_too_few_spans_is_refused() -> None:
     with pytest.raises(InputError, match=r"0 training steps and 0 responses .* at least 3 of each"):
         fit_costs([read_run(LIMITS, [])])
+    run = recorded_run(LIMITS)
+    with pytest.raises(InputError, match=r"2 training steps and [1-9]\d+ responses"):
+        fit_costs([replace(run, trainings=run.trainings[:2])])
+    with pytest.raises(InputError, match=r"14 training steps and 2 responses"):
+        fit_costs([replace(run, requests=[span for span in run.requests if span.is_uninterrupted][:2])])
 
 
 def test_a_run_too_short_to_have_a_speed_is_refused_by_name() -> None:
