@@ -29,6 +29,7 @@ from dora.core.events import (
     ScoringFailed,
     StepFailed,
     Trained,
+    TrainerReplaced,
 )
 from dora.core.orchestrator import Orchestrator
 from dora.core.types import GroupId, Limits, RequestId
@@ -238,8 +239,9 @@ def test_a_run_too_short_to_have_a_speed_is_refused_by_name() -> None:
         forecast_all({"runs/known": run}, {"runs/short": short})
 
 
-def test_a_run_that_was_resumed_is_refused(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", LIMITS, Resumed(14, (), ()))
+@pytest.mark.parametrize("event", [Resumed(14, (), ()), TrainerReplaced(13, ((GroupId(0, 0),),))])
+def test_a_run_with_redone_steps_is_refused(tmp_path: Path, event: Event) -> None:
+    run = write_run(tmp_path / "run", LIMITS, event)
     with pytest.raises(InputError, match="run was resumed"):
         app(["simulate", "calibrate", str(run)], standalone_mode=False)
 

@@ -307,17 +307,18 @@ def plan(
 
 
 def read_runs(paths: Iterable[Path]) -> dict[str, RecordedRun]:
-    """Read the runs to forecast, by path. Raises InputError if a run cannot be read or was resumed."""
-    from dora.core.events import Resumed
+    """Read the runs to forecast, by path. Raises InputError if a run cannot be read or has redone steps."""
+    from dora.core.events import Resumed, TrainerReplaced
     from dora.journal.reader import read_journal
     from dora.planner.calibrate import read_run
 
     runs = {}
     for path in paths:
         journal = read_journal(path)
-        if any(isinstance(line.record, Resumed) for line in journal.lines):
+        if any(isinstance(line.record, Resumed | TrainerReplaced) for line in journal.lines):
             raise InputError(
-                f"{path} was resumed, so its times are not continuous; name a run without a resume"
+                f"{path} was resumed, or its trainer was replaced, so its times are not continuous and steps "
+                "may count twice; name another run"
             )
         runs[path.as_posix()] = read_run(
             journal.limits, journal.lines, _read_update_s(path), _read_min_stream_tokens(path)
