@@ -91,13 +91,22 @@ def test_an_engine_with_free_rows_loads_the_version_that_requests_start_on() -> 
 
 
 @pytest.mark.parametrize(
-    ("versions", "final_version"), [((1, 0), 1), ((0, 0), 1), ((0, 2), 1), ((0, 1), 0)], ids=str
+    ("versions", "final_version", "rule"),
+    [
+        ((1, 0), 1, "chunk versions must increase"),
+        ((0, 0), 1, "chunk versions must increase"),
+        ((0, 2), 1, "chunk versions must increase"),
+        ((0, 1), 0, "must finish on its own version"),
+    ],
+    ids=str,
 )
-def test_decreasing_chunk_versions_are_rejected(versions: tuple[int, ...], final_version: int) -> None:
+def test_decreasing_chunk_versions_are_rejected(
+    versions: tuple[int, ...], final_version: int, rule: str
+) -> None:
     state = new_state(newest=2)
     midrun.add_engine(state, 0, rows=2, loaded={0, 1}, slots=2)
     midrun.add_running(state, 0, 1, 0)
     chunks = tuple(Chunk(version, f"v{version}", 2) for version in versions)
     event = RequestFinished(0, RequestId(0, 0, 0), final_version, 4, chunks, "stop")
-    with pytest.raises(ProtocolError):
+    with pytest.raises(ProtocolError, match=rule):
         Orchestrator(state.limits, state).handle(event, now=1.0)

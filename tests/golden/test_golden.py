@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import lzma
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dora.core.actions import Admit
 from dora.core.codec import to_json
 from dora.journal.reader import read_journal
 from dora.journal.replay import first_difference
@@ -38,4 +40,8 @@ def test_a_recorded_journal_replays_to_the_same_actions(name: str, tmp_path: Pat
 def test_one_other_action_is_a_difference(tmp_path: Path) -> None:
     recorded = lzma.decompress((GOLDEN / "demo.jsonl.xz").read_bytes())
     (tmp_path / "journal.jsonl").write_bytes(recorded.replace(b'"deadline": 7', b'"deadline": 8', 1))
-    assert first_difference(read_journal(tmp_path)) is not None
+    difference = first_difference(read_journal(tmp_path))
+    assert difference is not None
+    assert isinstance(difference.recorded, Admit)
+    assert difference.recorded.deadline == 8
+    assert difference.replayed == replace(difference.recorded, deadline=7)

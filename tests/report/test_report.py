@@ -24,8 +24,8 @@ from tests.journal.story import FIRST, write_story
 
 from dora.audit import audit
 from dora.cli.main import app
-from dora.core.actions import Action, Generate
-from dora.core.events import EngineJoined, Event, Loaded, Published, RequestFinished
+from dora.core.actions import Action, Generate, Load
+from dora.core.events import EngineJoined, EngineLost, Event, Loaded, LoadFailed, Published, RequestFinished
 from dora.core.types import EvaluationRule, Limits, RequestId
 from dora.errors import InputError
 from dora.journal import why
@@ -221,6 +221,22 @@ def test_a_journal_that_lost_its_responses_has_waits_without_a_request(
     trainer = run_data(edited(finished_run, tmp_path / "run", forget_responses))["trainer"]
     assert trainer["num_waits"] > 0
     assert {wait["request"] for wait in trainer["waits"]} == {None}
+
+
+def test_loads_have_their_pause_or_the_reason_of_their_failure() -> None:
+    records: list[tuple[float, Event | Action]] = [
+        (0.0, EngineJoined(0, 2, 2)),
+        (0.0, Load(0, 0)),
+        (0.5, Loaded(0, 0, "", 0.0625)),
+        (1.0, Load(0, 1)),
+        (1.25, LoadFailed(0, 1, "out of memory")),
+        (2.0, Load(0, 2)),
+        (3.0, EngineLost(0, "killed")),
+    ]
+    lines = (JournalLine(seq, t_s, record) for seq, (t_s, record) in enumerate(records))
+    (track,) = timeline.engines_to_json(fold(lines), now=4.0)["tracks"]
+    assert track["loads"] == [[0, 500, 0, 62.5, ""], [1000, 1250, 1, 0.0, "out of memory"]]
+    assert (track["from"], track["to"], track["end"], track["reason"]) == (0, 3000, "lost", "killed")
 
 
 def test_without_c1_a_span_ends_with_each_load_of_a_newer_version() -> None:

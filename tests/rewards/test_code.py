@@ -197,6 +197,12 @@ def test_it_loads_as_a_reward_class() -> None:
         RewardInput("add", text, (), {"test_list": json.dumps(SUMS)}) for text in (ADD, "", "import os\n\x00")
     ]
     assert [result.reward for result in score(made, inputs)] == [1.0, 0.0, 0.0]
-    for options in ({"test_s": 0}, {"test_s": 9.0}, {"memory_mb": 1}, {"columns": "x"}):
-        with pytest.raises(RewardError):
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"test_s": 0}, "test_s = 0"),
+        ({"test_s": 9.0}, "test_s = 9"),
+        ({"memory_mb": 1}, "memory_mb = 1:"),
+        ({"columns": "x"}, "argument 'columns'"),
+    ]
+    for options, message in refused:
+        with pytest.raises(RewardError, match=message):
             load_reward("dora.rewards.code:PassedTests", options=options)

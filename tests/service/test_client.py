@@ -232,8 +232,9 @@ def test_the_time_until_a_response_does_not_count_towards_the_timeout(
     for _ in range(3):
         assert attempt() is None
         now_s += 0.9  # the backoff
-    with pytest.raises(ServiceError):
+    with pytest.raises(ServiceError) as error:
         attempt()
+    assert error.value.status == 429
 
 
 def test_an_unreachable_service_raises_after_the_timeout(tmp_path: Path) -> None:

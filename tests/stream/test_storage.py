@@ -75,16 +75,16 @@ def test_a_batch_has_only_the_columns_that_its_consumer_needs(stream: SampleStre
 
 def test_a_refused_request_leaves_the_stream_unchanged(stream: SampleStream) -> None:
     put(stream, [0, 1])
-    bad: tuple[Callable[[], Any], ...] = (
-        lambda: stream.put([row(1)], columns([1])),
-        lambda: stream.put([row(2)], {"ids": [np.zeros(2)]}),
-        lambda: stream.fill([0], columns([0])),
-        lambda: stream.fill([9], rewards([9])),
-        lambda: stream.metadata.commit(1, "me", 0.0),
-    )
+    bad: dict[str, Callable[[], Any]] = {
+        "row 0/0/1 exists already": lambda: stream.put([row(1)], columns([1])),
+        "'ids' is float64": lambda: stream.put([row(2)], {"ids": [np.zeros(2)]}),
+        "row 0 has ids, logprobs already": lambda: stream.fill([0], columns([0])),
+        "row 9 does not exist": lambda: stream.fill([9], rewards([9])),
+        "no lease 1": lambda: stream.metadata.commit(1, "me", 0.0),
+    }
     before = len(stream.metadata.rows), stream.metadata.num_bytes
-    for request in bad:
-        with pytest.raises(StreamError):
+    for message, request in bad.items():
+        with pytest.raises(StreamError, match=message):
             request()
     assert (len(stream.metadata.rows), stream.metadata.num_bytes) == before
     assert consume(stream, "reward") == [0, 1]

@@ -50,13 +50,17 @@ def test_a_run_that_waits_for_its_own_processes_has_no_idle_timeout() -> None:
 
 
 def test_an_event_or_a_pause_restarts_the_timeout() -> None:
-    idle = IdleTimeout(0.0, DriverClock(), lambda: ["3 prompts"])
+    times_s = iter([0.0, 0.0, 0.9, 1.8, 1.8, 2.7, 2.7])
+    idle = IdleTimeout(1.0, DriverClock(lambda: next(times_s)), lambda: ["3 prompts"])
     idle.check(is_active=True)
+    for _ in range(2):
+        idle.check(is_active=False)
+        idle.check(is_active=True)
 
 
 def test_time_in_which_the_driver_was_suspended_does_not_count() -> None:
     times_s = iter([0.0, 0.0, 3600.0, 3601.0])
     idle = IdleTimeout(1.0, DriverClock(lambda: next(times_s)), lambda: ["3 prompts"])
     idle.check(is_active=False)
-    with pytest.raises(RunError):
+    with pytest.raises(RunError, match="no event has arrived"):
         idle.check(is_active=False)
