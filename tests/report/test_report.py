@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,17 +21,39 @@ from tests.journal.recorded_runs import (
     record_run,
     world_config,
 )
-from tests.journal.story import FIRST, write_story
+from tests.journal.story import FIRST, SECOND, write_story
 
 from dora.audit import audit
 from dora.cli.main import app
-from dora.core.actions import Action, Generate, Load
-from dora.core.events import EngineJoined, EngineLost, Event, Loaded, LoadFailed, Published, RequestFinished
-from dora.core.types import EvaluationRule, Limits, RequestId
+from dora.core.actions import (
+    Action,
+    Admit,
+    DecodeOnly,
+    Generate,
+    Load,
+    PauseEngine,
+    Publish,
+    ResumeEngine,
+    Score,
+    Train,
+)
+from dora.core.events import (
+    EngineJoined,
+    EngineLost,
+    EnginePaused,
+    Event,
+    GroupScored,
+    Loaded,
+    LoadFailed,
+    Published,
+    RequestFinished,
+    Trained,
+)
+from dora.core.types import EvaluationRule, GroupId, Limits, RequestId
 from dora.errors import InputError
 from dora.journal import why
 from dora.journal.reader import JOURNAL_FILE, SUMMARY_FILE, JournalLine, read_journal
-from dora.journal.timeline import fold
+from dora.journal.timeline import Span, fold
 from dora.journal.writer import JournalWriter
 from dora.report import samples, timeline
 from dora.report.data import MAX_POINTS, RunReader, metric_columns, run_data
@@ -223,6 +246,84 @@ def test_a_journal_that_lost_its_responses_has_waits_without_a_request(
     assert {wait["request"] for wait in trainer["waits"]} == {None}
 
 
+def spans_of(records: Sequence[tuple[float, Event | Action]], breaks_c1: bool = False) -> list[Span]:
+    lines = (JournalLine(seq, t_s, record) for seq, (t_s, record) in enumerate(records))
+    return fold(lines, breaks_c1=breaks_c1)
+
+
+A, B, C, D = (GroupId(0, row) for row in range(4))
+THREE_STEPS: list[tuple[float, Event | Action]] = [
+    (0.0, EngineJoined(0, 2, 1)),
+    (0.0, Load(0, 0)),
+    (0.0, Published(0, "d")),
+    *[(0.25, record) for record in (Loaded(0, 0, "d"), Admit(A, 0, 0, 0), Admit(B, 1, 0, 0))],
+    *[(0.25, Admit(group, 2, 0, 0)) for group in (C, D)],
+    (0.25, Generate(0, 0, (RequestId(*A, 0), RequestId(*B, 0)))),
+    *[(1.0, record) for record in (RequestFinished(0, RequestId(*B, 0), 0, 9, (), "stop"), Score(B))],
+    (1.5, GroupScored(B, (1.0,))),
+    *[(3.0, record) for record in (RequestFinished(0, RequestId(*A, 0), 0, 9, (), "stop"), Score(A))],
+    *[(3.5, record) for record in (GroupScored(A, (0.0,)), Train(0, (A, B)))],
+    *[(5.0, record) for record in (Trained(0), Publish(1))],
+    (5.5, GroupScored(C, (1.0,))),  # before the wait
+    (6.0, Published(1, "e")),
+    (7.0, Train(1, (C,))),
+    *[(8.0, record) for record in (Trained(1), Publish(2), GroupScored(D, (1.0,)))],
+    *[(8.5, record) for record in (Published(2, "f"), Train(2, (D,)))],  # without a wait
+]
+
+
+def test_a_wait_is_explained_by_the_last_group_that_was_scored_during_it() -> None:
+    spans = spans_of(THREE_STEPS)
+    assert timeline.trainer_waits(spans) == [
+        (0.0, 3.5, 0, A, RequestId(*A, 0), 0, 3.0, 0.5),
+        (6.0, 7.0, 1, None, None, None, 1.0, 0.0),
+    ]
+    found = timeline.trainer_to_json(spans, now=9.0)
+    assert found["sums"] == {"train": 3.0, "publish": 1.5, "generation": 3.0, "scoring": 0.5, "other": 1.0}
+    assert found["intervals"] == [
+        ["train", 3500, 5000, 0],
+        ["publish", 5000, 6000, 1],
+        ["train", 7000, 8000, 1],
+        ["publish", 8000, 8500, 2],
+    ]
+    assert [wait["step"] for wait in found["waits"]] == [0, 1]  # the longest first
+
+
+def test_a_free_row_waits_for_what_delays_the_next_group() -> None:
+    (rows,) = timeline.rows_to_json(spans_of(THREE_STEPS), Limits(3, 2, 1, 0), now=9.0)
+    assert rows["row_s"] == {
+        "decoding": 3.5,
+        "paused": 0.0,
+        "loading": 0.0,
+        "weights": 0.5,
+        "train": 6.0,
+        "publish": 3.0,
+        "scoring": 1.5,
+        "generation": 1.5,
+        "other": 2.0,
+        "end": 0.0,
+    }
+    (rows,) = timeline.rows_to_json(spans_of(THREE_STEPS), Limits(2, 2, 1, 0), now=9.0)
+    assert (rows["row_s"]["decoding"], rows["row_s"]["end"]) == (3.5, 14.0)  # all groups are admitted
+
+
+def test_a_row_is_paused_while_its_engine_decodes_others_or_nothing() -> None:
+    records: list[tuple[float, Event | Action]] = [
+        (0.0, EngineJoined(0, 2, 1)),
+        *[(0.0, record) for record in (Load(0, 0), Loaded(0, 0, "d"), Load(0, 1))],
+        (0.0, Generate(0, 0, (FIRST, SECOND))),
+        (1.0, DecodeOnly(0, (FIRST,))),
+        (2.0, PauseEngine(0)),
+        (4.0, EnginePaused(0)),
+        (5.0, ResumeEngine(0)),
+        (6.0, DecodeOnly(0, ())),
+        (7.0, Loaded(0, 1, "e", 0.25)),
+    ]
+    (rows,) = timeline.rows_to_json(spans_of(records), Limits(2, 2, 1, 0), now=8.0)
+    times_s = {cause: seconds for cause, seconds in rows["row_s"].items() if seconds}
+    assert times_s == {"decoding": 7.5, "paused": 3.0 + 5.0, "loading": 0.5}
+
+
 def test_loads_have_their_pause_or_the_reason_of_their_failure() -> None:
     records: list[tuple[float, Event | Action]] = [
         (0.0, EngineJoined(0, 2, 2)),
@@ -233,8 +334,7 @@ def test_loads_have_their_pause_or_the_reason_of_their_failure() -> None:
         (2.0, Load(0, 2)),
         (3.0, EngineLost(0, "killed")),
     ]
-    lines = (JournalLine(seq, t_s, record) for seq, (t_s, record) in enumerate(records))
-    (track,) = timeline.engines_to_json(fold(lines), now=4.0)["tracks"]
+    (track,) = timeline.engines_to_json(spans_of(records), now=4.0)["tracks"]
     assert track["loads"] == [[0, 500, 0, 62.5, ""], [1000, 1250, 1, 0.0, "out of memory"]]
     assert (track["from"], track["to"], track["end"], track["reason"]) == (0, 3000, "lost", "killed")
 
@@ -249,8 +349,7 @@ def test_without_c1_a_span_ends_with_each_load_of_a_newer_version() -> None:
         (3.0, RequestFinished(0, FIRST, 2, 9, (), "stop")),
         (4.0, RequestFinished(0, held_out, 1, 9, (), "stop")),
     ]
-    lines = (JournalLine(seq, t_s, record) for seq, (t_s, record) in enumerate(records))
-    (track,) = timeline.engines_to_json(fold(lines, breaks_c1=True), now=4.0)["tracks"]
+    (track,) = timeline.engines_to_json(spans_of(records, breaks_c1=True), now=4.0)["tracks"]
     assert track["spans"] == {
         "t": [0, 0, 1000],
         "d": [1000, 4000, 2000],
