@@ -27,8 +27,32 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dora.model.config import ModelConfig
+
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
+SMALL = ModelConfig(  # with heads that Triton's kernels support
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=512,
+)
+QWEN3_8B = ModelConfig(
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40960,
+    model_type="qwen3",
+    tie_word_embeddings=False,
+)
 _MATMULS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_dot_product_flash_attention}
 _MATMULS |= {torch.ops.torch_attn._varlen_attn} if hasattr(torch.ops.torch_attn, "_varlen_attn") else set()
 _UNKNOWN_SIZES = {aten.nonzero, aten.masked_select, aten._unique2, aten.repeat_interleave, aten.equal}

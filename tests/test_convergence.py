@@ -140,28 +140,16 @@ def test_a_kept_run_is_not_repeated(tmp_path: Path) -> None:
 
 def test_the_dropping_trainer_ignores_stale_samples() -> None:
     import torch
+    from tests.trainer.batches import TINY, initial
 
-    from dora.model.config import ModelConfig
-    from dora.model.weights import initial_weights
     from dora.trainer.settings import Sample, TrainerSettings
 
-    config = ModelConfig(
-        vocab_size=8,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=32,
-    )
     fresh = [Sample([1, 2], [3, 4], [-2.0, -2.0], 1.0), Sample([1, 2], [5], [-2.0], -1.0)]
     stale = [Sample([1, 2], [6, 6], [-2.0, -2.0], 1.0, staleness=3)]
     weights = []
     for batch in (fresh, [*fresh, *stale]):
         settings = TrainerSettings(lr=1e-2, num_steps=1, warmup_steps=0)
-        flat = initial_weights(config, seed=0)
-        trainer = module("dropping").Dropping(config, flat, settings, torch.device("cpu"))
+        trainer = module("dropping").Dropping(TINY, initial(), settings, torch.device("cpu"))
         trainer.step(batch)
         weights.append(trainer.flat.clone())
     assert torch.equal(*weights)

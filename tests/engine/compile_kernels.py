@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import triton
-from tests.fake_cuda import fake_cuda
+from tests.fake_cuda import QWEN3_8B, fake_cuda
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -133,17 +133,7 @@ def _stack_bytes(cubin: bytes) -> int:
 
 def model(dim: int, group: int) -> ModelConfig:
     """As Qwen3-8B, with other heads."""
-    return ModelConfig(
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=8 * group,
-        num_key_value_heads=8,
-        head_dim=dim,
-        max_position_embeddings=40960,
-        model_type="qwen3",
-    )
+    return replace(QWEN3_8B, num_attention_heads=8 * group, head_dim=dim, tie_word_embeddings=True)
 
 
 def cases(arguments: list[str]) -> Iterator[tuple[int, str, int, int, dict[str, int]]]:

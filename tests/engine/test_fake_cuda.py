@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.fake_cuda import FakeCuda, HiddenSync, fake_cuda
+from tests.fake_cuda import SMALL, FakeCuda, HiddenSync, fake_cuda
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -19,7 +19,6 @@ from dora.engine.engine import Engine
 from dora.engine.kernels.device_sampler import sample_on_device
 from dora.engine.kv_transfer import device_kv
 from dora.engine.request import Request, SamplingParams
-from dora.model.config import ModelConfig
 from dora.model.weights import WeightLayout, initial_weights
 from dora.weights.store import WeightStore
 
@@ -27,16 +26,6 @@ triton_kernels = pytest.importorskip("dora.engine.kernels.triton_kernels")
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu uses the GPU")
 
-CONFIG = ModelConfig(
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=512,
-)
 SAMPLING = {
     "unmodified": SamplingParams(1.0, 40),
     "greedy": SamplingParams(0.0, 40),
@@ -80,9 +69,9 @@ def make_engine(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Callable[...
             kernel = getattr(triton_kernels, name)
             monkeypatch.setattr(triton_kernels, name, CheckedLaunch(kernel, getattr(torch, dtype)))
         given = {"max_rows": 16, "max_context": 128, "version_slots": 2} | settings
-        engine = Engine(CONFIG, device="cuda", dtype=dtype, **given)
+        engine = Engine(SMALL, device="cuda", dtype=dtype, **given)
         for version in (0, 1):
-            engine.load(version, initial_weights(CONFIG, seed=version))
+            engine.load(version, initial_weights(SMALL, seed=version))
         return engine
 
     return make
@@ -121,7 +110,7 @@ def test_steps_never_make_the_host_wait(
     assert num_completions == 12
     assert engine.num_decoded == 12 * 40
     assert cuda.matmul_dtypes == {torch.bfloat16}
-    is_whole = [shape for shape in cuda.fp64_shapes if shape[-1] == CONFIG.vocab_size]
+    is_whole = [shape for shape in cuda.fp64_shapes if shape[-1] == SMALL.vocab_size]
     assert bool(is_whole) == (name == "filtered"), "logits are in fp64 where rows are sorted, and only there"
 
 
@@ -143,7 +132,7 @@ def test_a_version_is_replaced_between_steps(cuda: FakeCuda, make_engine: Callab
     engine.step()
     cuda.syncs.clear()
     engine.drop(0)
-    engine.activate(2, "digest") if 2 in engine._copied else engine.load(2, initial_weights(CONFIG, seed=2))
+    engine.activate(2, "digest") if 2 in engine._copied else engine.load(2, initial_weights(SMALL, seed=2))
     assert cuda.syncs == ONE_COPY
     while not engine.is_idle:
         engine.step()
@@ -151,7 +140,7 @@ def test_a_version_is_replaced_between_steps(cuda: FakeCuda, make_engine: Callab
 
 
 def test_a_published_version_is_copied_to_the_host_once(cuda: FakeCuda, tmp_path: Path) -> None:
-    layout = WeightLayout(CONFIG)
+    layout = WeightLayout(SMALL)
     store, flat = WeightStore(tmp_path, "bfloat16", layout.shapes), torch.zeros(layout.numel, device="cuda")
     for version in (0, 1):
         cuda.syncs.clear()
@@ -217,7 +206,7 @@ def test_fp64_logits_are_found(
     engine = make_engine()
     submit(engine, SAMPLING["greedy"])
     engine.step()
-    assert any(shape[-1] == CONFIG.vocab_size for shape in cuda.fp64_shapes)
+    assert any(shape[-1] == SMALL.vocab_size for shape in cuda.fp64_shapes)
 
 
 def test_the_kv_of_an_engine_stays_on_the_device_when_others_read_it_there(

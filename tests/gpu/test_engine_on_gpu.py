@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tests.engine.test_sampler import random_logits, random_params
+from tests.fake_cuda import SMALL
 
 from dora.core.types import GroupId, RequestId
 from dora.engine.cuda_graphs import CUDAGraphRunner
@@ -17,33 +19,23 @@ from dora.engine.kernels.sampler import SAMPLING_DTYPE, sample, sampling_metadat
 from dora.engine.request import Completion, Request, SamplingParams
 from dora.engine.runner import causal_attention, fused_causal_attention
 from dora.model.attention import varlen_attention, varlen_layout
-from dora.model.config import ModelConfig
 from dora.model.weights import initial_weights, weight_digest
 from dora.weights.store import WeightStore
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
-SMALL = ModelConfig(
-    vocab_size=512,
-    hidden_size=256,
-    intermediate_size=384,
-    num_hidden_layers=3,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=512,
-)
+WIDER = replace(SMALL, hidden_size=256, intermediate_size=384, num_hidden_layers=3)
 GPU = torch.device("cuda")
 Completions = dict[RequestId, Completion]
 
 
 def weights(version: int) -> torch.Tensor:
-    return initial_weights(SMALL, seed=version, std=0.1)
+    return initial_weights(WIDER, seed=version, std=0.1)
 
 
 def make_engine(device: str, dtype: str = "float32", num_blocks: int | None = None) -> Engine:
     engine = Engine(
-        SMALL,
+        WIDER,
         max_rows=24,
         max_context=256,
         version_slots=2,
@@ -64,7 +56,7 @@ def make_requests(
         Request(
             id=RequestId(0, i // 4, i % 4),
             group=GroupId(0, i // 4),
-            prompt_ids=tuple((i // 4 * 5 + j * 3) % SMALL.vocab_size for j in range(14 + i // 4)),
+            prompt_ids=tuple((i // 4 * 5 + j * 3) % WIDER.vocab_size for j in range(14 + i // 4)),
             version=i // 4 % 2 if version is None else version,
             seed=i,
             sampling=SamplingParams(temperature, num_tokens + i % 7, stop_ids=(1, 2)),

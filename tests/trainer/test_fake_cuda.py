@@ -9,13 +9,12 @@ from typing import Any, NamedTuple, cast
 import pytest
 import torch
 import torch.distributed as dist
-from tests.fake_cuda import FakeCuda, HiddenSync, fake_cuda
+from tests.fake_cuda import QWEN3_8B, SMALL, FakeCuda, HiddenSync, fake_cuda
 from tests.trainer.batches import samples, stale
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dora.model.config import ModelConfig
 from dora.model.weights import WeightLayout
 from dora.trainer import corrections, learner
 from dora.trainer.critic import Critic, CriticSettings, value_layout
@@ -28,16 +27,6 @@ from dora.trainer.trainer import Sample, Trainer, TrainerSettings
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu uses the GPU")
 
-CONFIG = ModelConfig(
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=128,
-)
 SETTINGS = TrainerSettings(lr=1e-2, num_steps=4, warmup_steps=0, max_grad_norm=1.0, dtype="bfloat16")
 BATCH = stale(samples())
 RECIPES: dict[str, dict[str, Any]] = {
@@ -57,8 +46,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
 
 def make_trainer(**settings: Any) -> Trainer:
-    flat = torch.zeros(WeightLayout(CONFIG).numel, device="cuda")
-    return Trainer(CONFIG, flat, replace(SETTINGS, **settings))
+    flat = torch.zeros(WeightLayout(SMALL).numel, device="cuda")
+    return Trainer(SMALL, flat, replace(SETTINGS, **settings))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -78,9 +67,9 @@ def test_micro_batches_never_make_the_host_wait(recipe: str, cuda: FakeCuda) -> 
 
 
 def test_an_update_of_the_critic_waits_for_its_metrics_only(cuda: FakeCuda) -> None:
-    flat = torch.zeros(value_layout(CONFIG).numel, device="cuda")
+    flat = torch.zeros(value_layout(SMALL).numel, device="cuda")
     critic = Critic(
-        CONFIG, flat, CriticSettings(lr=1e-2, num_steps=4, dtype="bfloat16", micro_batch_tokens=64)
+        SMALL, flat, CriticSettings(lr=1e-2, num_steps=4, dtype="bfloat16", micro_batch_tokens=64)
     )
     critic.compute_advantages(BATCH, [1.0] * len(BATCH))
     cuda.syncs.clear()
@@ -103,28 +92,13 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def qwen3_8b(num_layers: int = 36) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=num_layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        model_type="qwen3",
-        tie_word_embeddings=False,
-    )
-
-
 @pytest.mark.parametrize(
     ("num_layers", "num_tokens", "kl_loss_coef"), [(12, 16384, 0.0), (4, 1024, 0.0), (4, 8192, 0.1)]
 )
 def test_the_memory_of_one_of_8_ranks_is_estimated(
     num_layers: int, num_tokens: int, kl_loss_coef: float, cuda: FakeCuda, mesh: DeviceMesh
 ) -> None:
-    config = qwen3_8b(num_layers)
+    config = replace(QWEN3_8B, num_hidden_layers=num_layers)
     settings = replace(
         SETTINGS,
         micro_batch_tokens=num_tokens,
@@ -155,7 +129,7 @@ def test_the_memory_of_one_of_8_ranks_is_estimated(
 
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
 def test_the_memory_of_a_single_rank_is_estimated(activation_checkpointing: bool, cuda: FakeCuda) -> None:
-    config, num_tokens = replace(qwen3_8b(2), tie_word_embeddings=True), 8192
+    config, num_tokens = replace(QWEN3_8B, num_hidden_layers=2, tie_word_embeddings=True), 8192
     settings = replace(
         SETTINGS,
         micro_batch_tokens=num_tokens,
