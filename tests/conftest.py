@@ -53,6 +53,17 @@ def folder() -> Iterator[Path]:
         yield Path(made)
 
 
+@pytest.fixture
+def benchmark_scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules of benchmarks/ can be imported by their names, until the end of the test."""
+    folder, others = TESTS.parent / "benchmarks", {*sys.modules}
+    monkeypatch.syspath_prepend(str(folder))
+    yield
+    for name in {*sys.modules} - others:
+        if folder in Path(getattr(sys.modules[name], "__file__", None) or "").parents:
+            del sys.modules[name]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """A test may be a coroutine, which runs in an event loop of its own."""

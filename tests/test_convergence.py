@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,19 +12,12 @@ from dora.config import load
 from dora.runtime.process import backends
 from dora.runtime.run_setup import RunSetup
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+pytestmark = pytest.mark.usefixtures("benchmark_scripts")
 
 
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield
-    for name in ("bands", "convergence", "convergence_run", "convergence_tables", "dropping", "report"):
-        sys.modules.pop(name, None)
-
-
-def module(name: str) -> Any:
-    return import_module(name)
+def tables_with(column: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of the tables that have a column."""
+    return [line for line in import_module("convergence_tables").tables(rows) if column in line]
 
 
 def row(policy: str, seed: int, final: float, task: str = "chains") -> dict[str, Any]:
@@ -52,7 +43,7 @@ def row(policy: str, seed: int, final: float, task: str = "chains") -> dict[str,
 
 
 def test_every_setting_is_a_valid_run(tmp_path: Path) -> None:
-    convergence, runs = module("convergence"), module("convergence_run")
+    convergence, runs = import_module("convergence"), import_module("convergence_run")
     assert len(set(convergence.SETTINGS)) == len(convergence.SETTINGS)
     for setting in (*convergence.SETTINGS, *convergence.QUICK):
         config = load.read_config(runs.EXAMPLES / "sorting.toml", [*setting.changes(batch_size=8)])
@@ -65,19 +56,19 @@ def test_every_setting_is_a_valid_run(tmp_path: Path) -> None:
 
 
 def test_a_band_is_the_confidence_interval_of_student() -> None:
-    mean, half = module("bands").band([1.0, 2.0, 3.0, 4.0, 5.0])
+    mean, half = import_module("bands").band([1.0, 2.0, 3.0, 4.0, 5.0])
     assert (mean, round(half, 4)) == (3.0, 1.9629)  # 2.776 * sqrt(2.5 / 5)
 
 
 def test_the_band_of_one_seed_covers_every_accuracy() -> None:
-    assert module("bands").band([0.8]) == (0.8, 1.0)
+    assert import_module("bands").band([0.8]) == (0.8, 1.0)
 
 
 def test_paired_seeds_separate_a_difference_from_noise() -> None:
     rows = [row("sync", seed, 0.8 + seed / 10) for seed in range(3)]
     near = [row("dora", seed, 0.8 + seed / 10 + (seed - 1) / 100) for seed in range(3)]
     far = [row("drain", seed, 0.7 + seed / 10 + seed / 1000) for seed in range(3)]
-    tests = [t for t in module("convergence_tables").tables([*rows, *near, *far]) if "within_noise" in t]
+    tests = tables_with("within_noise", [*rows, *near, *far])
     found = {(t["task"], t["policy"]): t["within_noise"] for t in tests}
     expected = {("chains", "dora"): 1, ("chains", "drain"): 0}
     assert found == expected | {("all", policy): bound for (_, policy), bound in expected.items()}
@@ -87,7 +78,7 @@ def test_no_significant_difference_does_not_imply_equivalence() -> None:
     sync = [row("sync", seed, 0.8) for seed in range(3)]
     sure = [row("dora", seed, 0.8 + (seed - 1) / 1000) for seed in range(3)]
     noisy = [row("drain", seed, 0.8 + (seed - 1) / 20) for seed in range(3)]
-    tests = [t for t in module("convergence_tables").tables([*sync, *sure, *noisy]) if "equivalent" in t]
+    tests = tables_with("equivalent", [*sync, *sure, *noisy])
     found = {t["policy"]: (t["within_noise"], t["equivalent"]) for t in tests if t["task"] == "all"}
     assert found == {"dora": (1, 1), "drain": (1, 0)}
 
@@ -95,7 +86,7 @@ def test_no_significant_difference_does_not_imply_equivalence() -> None:
 def test_tasks_are_averaged_before_seeds_are_compared() -> None:
     rows = [row(policy, seed, 0.8, task) for policy in ("sync", "dora") for seed in range(2) for task in "ab"]
     rows[-1]["at_100"] = 0.9
-    tests = [t for t in module("convergence_tables").tables(rows) if "within_noise" in t]
+    tests = tables_with("within_noise", rows)
     (pooled,) = [t for t in tests if t["task"] == "all"]
     assert (pooled["pairs"], pooled["difference"]) == (2, 0.025)
 
@@ -103,27 +94,27 @@ def test_tasks_are_averaged_before_seeds_are_compared() -> None:
 def test_the_time_to_the_target_needs_most_seeds_to_reach_it() -> None:
     rows = [row("sync", seed, 0.5) for seed in range(3)]
     rows += [row("dora", seed, final) for seed, final in enumerate((0.4, 0.4, 1.0))]
-    times = {t["policy"]: t for t in module("convergence_tables").tables(rows) if "s_to_target" in t}
+    times = {t["policy"]: t for t in import_module("convergence_tables").tables(rows) if "s_to_target" in t}
     assert (times["dora"]["reached"], times["dora"]["s_to_target"]) == (1, "-")
 
 
 def test_answers_of_several_versions_are_compared_with_those_of_one_at_the_same_bound() -> None:
     mixed = [row("partial", seed, 0.7) | {"mixed_share": 0.5} for seed in range(2)]
     rows = [*(row("sync", seed, 0.9) for seed in range(2)), *(row("dora", seed, 0.8) for seed in range(2))]
-    compared = [t for t in module("convergence_tables").tables([*rows, *mixed]) if "trajectories" in t]
+    compared = tables_with("trajectories", [*rows, *mixed])
     found = {t["policy"]: (t["trajectories"], t["less_dora"], t["mixed_share"]) for t in compared}
     assert found == {"dora": ("single", 0.0, 0.0), "partial": ("mixed", -0.1, 0.5)}
 
 
 def test_seeds_without_a_partner_are_left_out_of_tests() -> None:
     rows = [row("sync", 0, 0.8), *(row("dora", seed, 0.8) for seed in range(3))]
-    tests = [t for t in module("convergence_tables").tables(rows) if "within_noise" in t]
+    tests = tables_with("within_noise", rows)
     assert [t["pairs"] for t in tests] == [1, 1]
 
 
 def test_the_time_to_an_accuracy_lies_between_two_points() -> None:
     rows = [row("sync", 0, 0.5), row("dora", 0, 1.0)]
-    times = [t for t in module("convergence_tables").tables(rows) if "s_to_target" in t]
+    times = tables_with("s_to_target", rows)
     assert {t["policy"]: (t["s_to_target"], t["samples_to_target"]) for t in times} == {
         "sync": (9.0, 5760),
         "dora": (4.5, 2880),
@@ -131,7 +122,7 @@ def test_the_time_to_an_accuracy_lies_between_two_points() -> None:
 
 
 def test_a_kept_run_is_not_repeated(tmp_path: Path) -> None:
-    convergence, file = module("convergence"), tmp_path / "kept.jsonl"
+    convergence, file = import_module("convergence"), tmp_path / "kept.jsonl"
     convergence.Kept(file).add(row("sync", 0, 0.8))
     kept = convergence.Kept(file)
     assert kept.has("chains", "sync", 0, "none", 0, 100)
@@ -149,7 +140,7 @@ def test_the_dropping_trainer_ignores_stale_samples() -> None:
     weights = []
     for batch in (fresh, [*fresh, *stale]):
         settings = TrainerSettings(lr=1e-2, num_steps=1, warmup_steps=0)
-        trainer = module("dropping").Dropping(TINY, initial(), settings, torch.device("cpu"))
+        trainer = import_module("dropping").Dropping(TINY, initial(), settings, torch.device("cpu"))
         trainer.step(batch)
         weights.append(trainer.flat.clone())
     assert torch.equal(*weights)

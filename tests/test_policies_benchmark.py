@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,23 +12,11 @@ import pytest
 from dora.config import load
 from dora.runtime.run_setup import RunSetup
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield
-    for name in ("policies", "contenders", "workloads", "report"):
-        sys.modules.pop(name, None)
-
-
-def module(name: str) -> Any:
-    return import_module(name)
+pytestmark = pytest.mark.usefixtures("benchmark_scripts")
 
 
 def test_every_contender_has_a_valid_configuration(tmp_path: Path) -> None:
-    contenders, workloads = module("contenders"), module("workloads")
+    contenders, workloads = import_module("contenders"), import_module("workloads")
     for workload in (
         workloads.DEMO,
         workloads.TAIL,
@@ -57,7 +43,7 @@ def test_every_contender_has_a_valid_configuration(tmp_path: Path) -> None:
 
 
 def test_the_demo_keeps_the_settings_of_the_example() -> None:
-    contenders, workloads = module("contenders"), module("workloads")
+    contenders, workloads = import_module("contenders"), import_module("workloads")
     dora = contenders.best_contender(workloads.DEMO, "dora", 2)
     assert {key for key in dora.settings() if not key.startswith("orchestrator.")} == set()
     sync = contenders.best_contender(workloads.DEMO, "sync", 0)
@@ -65,7 +51,7 @@ def test_the_demo_keeps_the_settings_of_the_example() -> None:
 
 
 def test_the_tail_has_the_shape_of_the_paper_and_light_lengths_have_none() -> None:
-    workloads = module("workloads")
+    workloads = import_module("workloads")
     tail, light = workloads.shape_of(workloads.TAIL), workloads.shape_of(workloads.LIGHT)
     assert 8 < tail["max_over_mean"] < 13
     assert tail["p99_over_median"] > 10
@@ -75,7 +61,7 @@ def test_the_tail_has_the_shape_of_the_paper_and_light_lengths_have_none() -> No
 def test_lengths_depend_on_the_request_only() -> None:
     from dora.core.types import RequestId
 
-    workloads = module("workloads")
+    workloads = import_module("workloads")
     first = [workloads.tail_length(RequestId(0, row, k)) for row in range(50) for k in range(8)]
     assert first == [workloads.tail_length(RequestId(0, row, k)) for row in range(50) for k in range(8)]
     means = [statistics.fmean(first[8 * row : 8 * row + 8]) for row in range(50)]
@@ -83,7 +69,7 @@ def test_lengths_depend_on_the_request_only() -> None:
 
 
 def test_ratios_are_of_runs_with_the_same_seed() -> None:
-    policies, workloads = module("policies"), module("workloads")
+    policies, workloads = import_module("policies"), import_module("workloads")
 
     def row(name: str, bound: int, seed: int, speed: float) -> dict[str, Any]:
         contender = {"workload": "tail", "pace": "none", "policy": name, "S": bound, "seed": seed}
@@ -99,7 +85,7 @@ def test_ratios_are_of_runs_with_the_same_seed() -> None:
 
 
 def test_figures_are_of_the_steps_in_the_middle() -> None:
-    policies = module("policies")
+    policies = import_module("policies")
     quiet = {"timing_s/update_actor": 0.5, "timing_s/publish": 0.0, "timing_s/stall": 0.25}
     steps = [
         {"t_s": float(number + 1), "timing_s/step": 1.0, "num_response_tokens": 1e6 if number < 5 else 10.0,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,15 +12,10 @@ import pytest
 from dora.planner.cluster import Deployment
 from dora.planner.simulator import Metrics
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def fit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield import_module("paper.fit")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "paper"]:
-        del sys.modules[name]
+def fit(benchmark_scripts: None) -> Any:
+    return import_module("paper.fit")
 
 
 @pytest.fixture
@@ -76,7 +69,8 @@ def test_a_prediction_has_the_printed_figure_and_its_error(tables: Any) -> None:
 
 
 def test_rows_have_the_keys_of_the_published_results(tables: Any) -> None:
-    published = json.loads((BENCHMARKS / "results" / "paper.json").read_text(encoding="utf-8"))["rows"]
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    published = json.loads((results / "paper.json").read_text(encoding="utf-8"))["rows"]
     simulated = tables.all_rows(simulate)
 
     def forms(rows: list[dict[str, Any]]) -> set[tuple[Any, ...]]:

@@ -369,6 +369,21 @@ def test_a_run_with_too_many_spans_is_drawn_as_sums(
         assert occupied_ms == pytest.approx(sum(one["spans"]["d"]), rel=0.02, abs=20)
 
 
+def test_a_bin_has_the_mean_number_of_occupied_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "MAX_SPANS", 1)
+    monkeypatch.setattr(timeline, "MAX_BINS", 60)
+    records: list[tuple[float, Event | Action]] = [
+        (0.0, EngineJoined(0, 2, 1)),
+        (0.0, Generate(0, 0, (FIRST,))),
+        (0.05, Generate(0, 0, (SECOND,))),
+        (0.25, RequestFinished(0, FIRST, 0, 9, (), "stop")),
+        (0.3, RequestFinished(0, SECOND, 0, 9, (), "stop")),
+    ]
+    found = timeline.engines_to_json(spans_of(records), now=6.0)
+    assert (found["bin_ms"], found["num_spans"]) == (100, 2)
+    assert found["tracks"][0]["bins"] == [(0, 0, 1.5), (1, 0, 2.0), (2, 0, 1.5)]
+
+
 def test_whole_groups_are_picked_notable_ones_first(finished_run: Path) -> None:
     stored = samples.read_groups(finished_run)
     longest = max(stored, key=lambda group: group.num_tokens).id
