@@ -20,12 +20,10 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +107,7 @@ FULL = Scale(NUM_STEPS, SAVE_EVERY, TARGET, 2, SEEDS, (2,))
 
 def main() -> None:
     parser = make_parser(__doc__ or "")
-    here = Path(sys.executable) if find_spec("trl") else None
-    help_of_trl = "an interpreter that can import trl; by default this one, if it has the extra `bench`"
-    parser.add_argument("--trl-python", type=Path, metavar="PYTHON", default=here, help=help_of_trl)
-    parser.add_argument(
-        "--vllm-python", type=Path, metavar="PYTHON", help="an interpreter that can import vllm"
-    )
+    Peers.add_options(parser)
     parser.add_argument(
         "--rows", type=Path, metavar="FILE", help="keep finished runs in this file, and reuse them"
     )

@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
@@ -43,12 +42,7 @@ SLOTS = {DORA: 2, DORA_ONE: 1}
 
 def main() -> None:
     parser = make_parser(__doc__ or "")
-    here = Path(sys.executable) if find_spec("trl") else None
-    help_of_trl = "an interpreter that can import trl; by default this one, if it has the extra `bench`"
-    parser.add_argument("--trl-python", type=Path, metavar="PYTHON", default=here, help=help_of_trl)
-    parser.add_argument(
-        "--vllm-python", type=Path, metavar="PYTHON", help="an interpreter that can import vllm"
-    )
+    Peers.add_options(parser)
     parser.add_argument("--seeds", type=int, metavar="N", help="number of seeds")
     given = parser.parse_args()
     options, peers = options_of(given), Peers(given.trl_python, given.vllm_python)

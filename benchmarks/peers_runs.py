@@ -11,12 +11,15 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -103,6 +106,16 @@ class Peers:
     trl: Path | None
     vllm: Path | None
     server: list[str] = field(default_factory=list)  # URL and process id of a running vLLM server
+
+    @staticmethod
+    def add_options(parser: ArgumentParser) -> None:
+        """Add the options that name the interpreters."""
+        here = Path(sys.executable) if find_spec("trl") else None
+        help_of_trl = "an interpreter that can import trl; by default this one, if it has the extra `bench`"
+        parser.add_argument("--trl-python", type=Path, metavar="PYTHON", default=here, help=help_of_trl)
+        parser.add_argument(
+            "--vllm-python", type=Path, metavar="PYTHON", help="an interpreter that can import vllm"
+        )
 
     def python(self, name: str) -> Path:
         found: Path | None = getattr(self, name)

@@ -289,6 +289,19 @@ def test_a_wait_is_explained_by_the_last_group_that_was_scored_during_it() -> No
     assert [wait["step"] for wait in found["waits"]] == [0, 1]  # the longest first
 
 
+def test_a_wait_for_a_response_that_finished_before_it_is_one_for_scoring() -> None:
+    request = RequestId(*A, 0)
+    records: list[tuple[float, Event | Action]] = [
+        (0.0, EngineJoined(0, 2, 1)),
+        *[(0.0, record) for record in (Publish(0), Admit(A, 0, 0, 0), Generate(0, 0, (request,)))],
+        (1.0, RequestFinished(0, request, 0, 9, (), "stop")),
+        (2.0, Published(0, "d")),
+        (3.0, GroupScored(A, (1.0,))),
+        (4.0, Train(0, (A,))),
+    ]
+    assert timeline.trainer_waits(spans_of(records)) == [(2.0, 4.0, 0, A, request, 0, 0.0, 2.0)]
+
+
 def test_a_free_row_waits_for_what_delays_the_next_group() -> None:
     (rows,) = timeline.rows_to_json(spans_of(THREE_STEPS), Limits(3, 2, 1, 0), now=9.0)
     assert rows["row_s"] == {
