@@ -254,8 +254,8 @@ def spans_of(records: Sequence[tuple[float, Event | Action]], breaks_c1: bool = 
 A, B, C, D = (GroupId(0, row) for row in range(4))
 THREE_STEPS: list[tuple[float, Event | Action]] = [
     (0.0, EngineJoined(0, 2, 1)),
-    (0.0, Load(0, 0)),
-    (0.0, Published(0, "d")),
+    *[(0.0, record) for record in (Published(0, "d"), Load(0, 1), Load(0, 0))],
+    (0.125, LoadFailed(0, 1, "out of memory")),
     *[(0.25, record) for record in (Loaded(0, 0, "d"), Admit(A, 0, 0, 0), Admit(B, 1, 0, 0))],
     *[(0.25, Admit(group, 2, 0, 0)) for group in (C, D)],
     (0.25, Generate(0, 0, (RequestId(*A, 0), RequestId(*B, 0)))),
