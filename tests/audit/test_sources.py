@@ -15,8 +15,12 @@ ROWS = (2, 3)  # of two sources
 GROUPS = [(0, 1), (0, 4), (0, 0), (0, 2), (1, 0), (0, 3), (1, 1), (1, 2)]
 
 
-def findings(groups: Sequence[tuple[int, int]], source_rows: Sequence[int] | None = ROWS) -> list[str]:
-    audit = GuaranteeAudit(Limits(1, 1, 1, 0), sum(ROWS), source_rows=source_rows)
+def findings(
+    groups: Sequence[tuple[int, int]],
+    source_rows: Sequence[int] | None = ROWS,
+    num_prompts: int | None = sum(ROWS),
+) -> list[str]:
+    audit = GuaranteeAudit(Limits(1, 1, 1, 0), num_prompts, source_rows=source_rows)
     audit.observe(PromptsFetched(0, tuple(GroupId(*group) for group in groups)))
     return audit.findings
 
@@ -33,10 +37,23 @@ def test_a_row_of_an_epoch_that_its_source_has_not_reached_is_found() -> None:
     ]
 
 
-def test_a_repeated_row_and_a_row_outside_are_found() -> None:
-    assert len(findings([(0, 1), (0, 1)])) == 1
-    assert len(findings([(0, 5)])) == 1
-    assert len(findings([(0, -3)])) == 1
+@pytest.mark.parametrize(
+    ("groups", "position", "group"),
+    [([(0, 1), (0, 1)], 1, "0/1"), ([(0, 5)], 0, "0/5"), ([(0, -3)], 0, "0/-3")],
+)
+def test_a_repeated_row_and_a_row_outside_are_found(
+    groups: list[tuple[int, int]], position: int, group: str
+) -> None:
+    assert findings(groups) == [
+        f"C2: position {position} of the dataset is group {group}: expected a new row of epoch 0 below 5"
+    ]
+
+
+@pytest.mark.parametrize("second", [(0, 1), (0, 2), (1, 0), (0, 0)], ids=str)
+def test_a_growing_dataset_has_one_epoch_of_rows_that_exist_by_then(second: tuple[int, int]) -> None:
+    found = "C2: position 1 of the dataset is group {}/{}: expected a new row of epoch 0 below 2"
+    expected = [] if second == (0, 1) else [found.format(*second)]
+    assert findings([(0, 0), second], None, num_prompts=None) == expected
 
 
 @pytest.mark.parametrize(
