@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from dora.audit.guarantees import GuaranteeAudit
-from dora.core.actions import Admit, SkipPrompts
+from dora.core.actions import Admit, SkipPrompts, Stop
 from dora.core.events import GroupScored, PromptsFetched
 from dora.core.types import CurriculumRule, GroupId, Limits
 
@@ -56,6 +56,18 @@ def test_a_growing_dataset_has_one_epoch_of_rows_that_exist_by_then(second: tupl
     assert findings([(0, 0), second], None, num_prompts=None) == expected
 
 
+def audit_with_a_solved_group() -> GuaranteeAudit:
+    """The second epoch is fetched; a curriculum skips its first prompt, 1/0."""
+    audit = GuaranteeAudit(Limits(1, 1, 1, 0, curriculum=CurriculumRule(1.0, None, 1)), 2)
+    audit.observe(PromptsFetched(0, (GroupId(0, 0), GroupId(0, 1))))
+    audit.observe(Admit(GroupId(0, 0), 0, 0, 0))
+    audit.observe(Admit(GroupId(0, 1), 1, 0, 0))
+    for row in (0, 1):
+        audit.observe(GroupScored(GroupId(0, row), (float(row == 0),)))
+    audit.observe(PromptsFetched(2, (GroupId(1, 0), GroupId(1, 1))))
+    return audit
+
+
 @pytest.mark.parametrize(
     ("skipped", "admitted", "finding"),
     [
@@ -70,13 +82,7 @@ def test_a_growing_dataset_has_one_epoch_of_rows_that_exist_by_then(second: tupl
 def test_a_prompt_is_skipped_exactly_after_a_solved_group(
     skipped: list[GroupId], admitted: tuple[int, GroupId] | None, finding: str | None
 ) -> None:
-    audit = GuaranteeAudit(Limits(1, 1, 1, 0, curriculum=CurriculumRule(1.0, None, 1)), 2)
-    audit.observe(PromptsFetched(0, (GroupId(0, 0), GroupId(0, 1))))
-    audit.observe(Admit(GroupId(0, 0), 0, 0, 0))
-    audit.observe(Admit(GroupId(0, 1), 1, 0, 0))
-    for row in (0, 1):
-        audit.observe(GroupScored(GroupId(0, row), (float(row == 0),)))
-    audit.observe(PromptsFetched(2, (GroupId(1, 0), GroupId(1, 1))))
+    audit = audit_with_a_solved_group()
     if skipped:
         audit.observe(SkipPrompts(tuple(skipped)))
     if admitted is None:
@@ -84,3 +90,14 @@ def test_a_prompt_is_skipped_exactly_after_a_solved_group(
     else:
         audit.observe(Admit(admitted[1], admitted[0], 0, 0))
     assert audit.findings[:1] == ([] if finding is None else [f"C2: {finding}"])
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_run_may_end_before_a_skip_but_not_finish(is_stopped: bool) -> None:
+    audit = audit_with_a_solved_group()
+    if is_stopped:
+        audit.observe(Stop())
+    audit.close()
+    assert ("C2: the curriculum skipped no group, expected 1/0" in audit.findings) == is_stopped
+    audit.close()  # of a run that got more steps
+    assert audit.groups.outcomes == {"pending": 2}
