@@ -66,6 +66,9 @@ def test_a_run_with_migrations_passes(story_run: Path) -> None:
 def test_a_run_may_stop_after_any_event(tmp_path: Path, num_events: int) -> None:
     result = audit.check(write_story(tmp_path / "run", num_events))
     assert (result.findings_against("C1"), result.findings_against("C3")) == ([], [])
+    groups = result.guarantees.groups
+    assert groups.outcomes.keys() <= {"trained", "failed", "pending"}
+    assert groups.outcomes.total() == groups.num_admitted
 
 
 @with_edits(EDITS)
