@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.engine.test_sampler import random_logits, random_params
+from tests.engine.tiny import run
 from tests.fake_cuda import SMALL
 
 from dora.core.types import GroupId, RequestId
@@ -63,15 +64,6 @@ def make_requests(
         )
         for i in range(32)
     ]
-
-
-def run(engine: Engine, requests: list[Request]) -> Completions:
-    engine.submit(requests)
-    found: Completions = {}
-    while not engine.is_idle:
-        found |= {completion.id: completion for completion in engine.step()}
-        engine.check()
-    return found
 
 
 def check_same(found: Completions, expected: Completions, tolerance: float = 2e-4) -> None:
