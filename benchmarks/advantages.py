@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import get_args
 
@@ -134,7 +135,10 @@ def main() -> None:
     for name in get_args(KLEstimator):
         logprobs = [(b.logprobs, b.reference) for b in batches]
         gaps[f"KL {name}"] = max(gap(kl_divergence(*x, name), verl.kl_penalty(*x, name)) for x in logprobs)
-    rows: list[Row] = [{"what": name, "relative_gap": f"{value:.1e}"} for name, value in gaps.items()]
+    rows: list[Row] = [
+        {"what": name, "peer": f"verl {version('verl')}", "relative_gap": f"{value:.1e}"}
+        for name, value in gaps.items()
+    ]
     publish(options, rows, {"common_digits": -math.log10(max(*gaps.values(), 1e-17))})
 
 

@@ -4,7 +4,8 @@ Needs `pip install trl`. TRL computes its loss inside a trainer, so the benchmar
 attributes that the loss reads; all tensors are in double precision. TRL computes the weights of tis while it
 generates, so the benchmark computes them, and that row compares their use. TRL's names: `delta` is the cap of
 dual clip, `epsilon_high` of CISPO is 1 + clip_ratio_high, loss_type grpo is seq-mean-token-mean, bnpo and
-dapo are token-mean, dr_grpo is seq-mean-token-sum-norm.
+dapo are token-mean, dr_grpo is seq-mean-token-sum-norm. SAPO is not among DORA's losses: it is the example of
+a loss of one's own, `examples/own_loss.py`.
 
     python benchmarks/losses.py [--quick] [--json FILE]
 """
@@ -15,6 +16,8 @@ import math
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,14 +26,14 @@ from torch import Tensor
 
 from dora.trainer.corrections import apply_correction
 from dora.trainer.loss import (
-    POLICY_LOSSES,
     LossInputs,
     LossSettings,
     batch_divisor,
     kl_divergence,
+    policy_loss_function,
     unnormalized_token_weights,
 )
-from dora.trainer.recipe import Correction, LossAggMode, PolicyLoss
+from dora.trainer.recipe import Correction, LossAggMode
 from report import Row, parse_options, publish
 
 try:
@@ -39,6 +42,7 @@ try:
 except ImportError as error:
     sys.exit(f"benchmarks/losses.py compares with TRL, which cannot be imported ({error}): pip install trl")
 
+OWN_LOSS = Path(__file__).parents[1] / "examples" / "own_loss.py"
 MAX_TOKENS = 24
 LENGTHS = [24, 1, 7, 13, 20, 3, 9, 16]
 CLIP = LossSettings(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=1.5)
@@ -51,7 +55,7 @@ class Case:
     """One objective, with DORA's settings and TRL's."""
 
     name: str
-    loss: PolicyLoss
+    loss: str
     mode: LossAggMode
     trl: dict[str, Any]
     settings: LossSettings = CLIP
@@ -81,6 +85,7 @@ CASES = (
         {"loss_type": "cispo", "epsilon_high": 1.4},
         LossSettings(clip_ratio_low=1.0, clip_ratio_high=0.4),
     ),
+    Case("sapo (own)", f"{OWN_LOSS}:sapo", "seq-mean-token-mean", {"loss_type": "sapo"}),
 )
 
 
@@ -111,7 +116,7 @@ def dora_loss(case: Case, batch: Batch) -> tuple[Tensor, Tensor]:
     corrected = apply_correction(case.correction, leaf, batch.behaviour, LENGTHS, torch.ones(len(leaf)))
     advantages = batch.advantages.repeat_interleave(repeats)
     tokens = LossInputs(leaf, corrected.old_logprobs, advantages, LENGTHS, batch.reference)
-    losses = POLICY_LOSSES[case.loss](tokens, case.settings)[0] * corrected.weights
+    losses = policy_loss_function(case.loss)(tokens, case.settings)[0] * corrected.weights
     if case.kl_coef:
         losses = losses + case.kl_coef * kl_divergence(leaf, batch.reference, "k3")
     unnormalized = unnormalized_token_weights(LENGTHS, case.mode, MAX_TOKENS)
@@ -161,7 +166,12 @@ def _fake_trainer(case: Case, logprobs: Tensor, is_corrected: bool) -> SimpleNam
     named = {key: value for key, value in case.trl.items() if key != "delta"}
     return SimpleNamespace(
         **settings | named,
-        args=SimpleNamespace(delta=case.trl.get("delta"), use_bias_correction_kl=False),
+        args=SimpleNamespace(
+            delta=case.trl.get("delta"),
+            use_bias_correction_kl=False,
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
+        ),
         model=SimpleNamespace(training=False),
         accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
         _metrics=defaultdict(lambda: defaultdict(list)),
@@ -241,6 +251,7 @@ def comparison_row(name: str, pairs: list[tuple[tuple[Tensor, Tensor], tuple[Ten
     (own, _), (other, _) = pairs[0]
     return {
         "loss": name,
+        "peer": f"TRL {version('trl')}",
         "ours": own.item(),
         "trl": other.item(),
         "value_gap": f"{max(gap(a[0], b[0]) for a, b in pairs):.1e}",
