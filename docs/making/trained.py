@@ -1,4 +1,4 @@
-"""The tables of two ways to train the demo: both implementations of a model, and distillation beside GRPO."""
+"""Tables about training: implementations of a model, distillation beside GRPO, formulas beside peers'."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ METHODS = {
 
 def tables() -> dict[str, Callable[[], str]]:
     """Table name -> function that writes it."""
-    return {function.__name__: function for function in (trained_implementations, trained_distillation)}
+    functions = trained_implementations, trained_distillation, formulas
+    return {function.__name__: function for function in functions}
 
 
 def trained_implementations() -> str:
@@ -66,6 +67,17 @@ def trained_distillation() -> str:
         lines.append((name, *samples, f"{fmean(row['accuracy'] for row in own):.3f}"))
     gains = [f"{float(share.removeprefix('samples_to_')):.0%} of the gain" for share in shares]
     return markdown.table(("the policy learns from", *gains, "accuracy at the end"), lines)
+
+
+def formulas() -> str:
+    """Each formula beside a peer's, with the largest relative difference of values and gradients."""
+    losses = [
+        (row["loss"], row["peer"], max(float(row["value_gap"]), float(row["gradient_gap"])))
+        for row in _read("losses")["rows"]
+    ]
+    others = [(row["what"], row["peer"], float(row["relative_gap"])) for row in _read("advantages")["rows"]]
+    rows = [(name, peer, f"{gap:.0e}") for name, peer, gap in losses + others]
+    return markdown.table(("formula", "compared with", "largest relative difference"), rows)
 
 
 def _count(samples: int | str) -> str:
