@@ -53,6 +53,16 @@ def test_the_end_token_is_found_in_tokenizer_config_too(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
+def test_an_empty_list_names_no_end_token_and_other_values_are_refused(tmp_path: Path) -> None:
+    save_character_tokenizer(tmp_path, "ab")
+    generation_config = tmp_path / "generation_config.json"
+    generation_config.write_text('{"eos_token_id": []}')
+    assert Tokenizer(tmp_path).stop_ids == (2,)  # of tokenizer_config.json
+    generation_config.write_text('{"eos_token_id": [2, "1"]}')
+    with pytest.raises(ModelError, match=r"eos_token_id = \[2, '1'\] must be a token id or a list of them"):
+        Tokenizer(tmp_path)
+
+
 def test_a_character_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
     save_character_tokenizer(tmp_path, "ab")
     with pytest.raises(DataError, match="use characters of the vocabulary") as refusal:

@@ -99,8 +99,12 @@ def _stop_ids(folder: Path, tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
     """The end-of-sequence ids, from the first file of the folder that names any."""
     for name in ("generation_config.json", "config.json"):
         ids = _read_json(folder / name).get("eos_token_id")
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+        if ids is None or ids == []:
+            continue
+        listed = ids if isinstance(ids, list) else [ids]
+        if any(not isinstance(each, int) for each in listed):
+            raise ModelError(f"{folder / name}: eos_token_id = {ids!r} must be a token id or a list of them")
+        return tuple(listed)
     token = _read_json(folder / "tokenizer_config.json").get("eos_token")
     text = token["content"] if isinstance(token, dict) else token
     stop = tokenizer.token_to_id(text) if text else None
