@@ -61,7 +61,7 @@ def stop(worker: Worker) -> None:
 
 def disconnect(worker: Worker) -> None:
     """Close its channel at both ends, as if the connection was reset; the process continues."""
-    process: Any = worker._process
+    process: Any = worker.process
     channel = process._connection if hasattr(process, "_connection") else process._channel
     if hasattr(channel, "fileno"):
         with socket.socket(fileno=os.dup(channel.fileno())) as end:
@@ -72,13 +72,13 @@ def disconnect(worker: Worker) -> None:
 
 def fill_disk(worker: Worker) -> None:
     """Let no file of the process grow: it can write neither a version nor a checkpoint."""
-    assert worker.pid
-    resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (0, 0))
+    assert worker.process.pid
+    resource.prlimit(worker.process.pid, resource.RLIMIT_FSIZE, (0, 0))
 
 
 def send_signal(worker: Worker, number: signal.Signals) -> None:
-    if worker.pid is not None and worker.is_alive:
-        os.kill(worker.pid, number)
+    if worker.process.pid is not None and worker.process.is_alive:
+        os.kill(worker.process.pid, number)
 
 
 def slow_down(worker: Worker, send: Callable[[Worker, signal.Signals], None] = send_signal) -> None:
@@ -86,7 +86,7 @@ def slow_down(worker: Worker, send: Callable[[Worker, signal.Signals], None] = s
 
     def stop_and_continue() -> None:
         until_s = time.monotonic() + SLOW_S
-        while time.monotonic() < until_s and worker.is_alive:
+        while time.monotonic() < until_s and worker.process.is_alive:
             send(worker, signal.SIGSTOP)
             time.sleep(SLOW_PERIOD_S * (1 - 1 / SLOWDOWN))
             send(worker, signal.SIGCONT)

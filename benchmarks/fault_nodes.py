@@ -81,7 +81,7 @@ def kill_raylet(nodes: Nodes, run: LiveRun, number: int) -> Fault:
     """Has recovered once as many engines have joined as before and all reward workers are ready."""
     num_before = len(run.executor.engine_pool.joined)
     node = nodes.kill()
-    lost = [worker for worker in _workers(run) if worker.node == node]
+    lost = [worker for worker in _workers(run) if worker.process.node == node]
     assert lost, "no worker of the run was on the killed node"
 
     def is_detected(run: LiveRun) -> bool:

@@ -45,8 +45,8 @@ def on_servers(backend: str, python: str, kv_connector: str | None) -> list[str]
 
 def send_to_server(worker: Worker, number: signal.Signals) -> None:
     """Signal all processes of an engine's server, but not the one that ends the server with its engine."""
-    assert worker.pid is not None
-    for process in psutil.Process(worker.pid).children(recursive=True)[1:]:
+    assert worker.process.pid is not None
+    for process in psutil.Process(worker.process.pid).children(recursive=True)[1:]:
         process.send_signal(number)
 
 

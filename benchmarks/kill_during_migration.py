@@ -111,7 +111,7 @@ class KillingExecutor:
         if not self._has_reached(migrations[0], moment):
             return
         engine = getattr(action, side)
-        psutil.Process(self.executor.engine_pool.workers[engine].pid).kill()
+        psutil.Process(self.executor.engine_pool.workers[engine].process.pid).kill()
         self.executor.engine_pool.start()
         self.kills.append((moment, side))
         self._target = None

@@ -182,7 +182,7 @@ class EnginePair:
 
     def cpu_s(self) -> list[float]:
         """CPU time of both engines and of the driver."""
-        engines = (worker.pid for worker in self.workers)
+        engines = (worker.process.pid for worker in self.workers)
         clocks = [~pid << 3 | PROCESS_CLOCK for pid in engines if pid is not None]
         return [*(time.clock_gettime(clock) for clock in clocks), time.process_time()]
 

@@ -104,7 +104,7 @@ def check(run: Path) -> AuditResult:
 
 
 def _read_config(run: Path) -> Config | None:
-    """The run's configuration; None if it cannot be read, which its digest reports."""
+    """The run's configuration; None if it cannot be read: if it is damaged, its digest reports it."""
     try:
         return read_run_config(run)
     except DamagedRunError:

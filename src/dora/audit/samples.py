@@ -21,7 +21,7 @@ from dora.config.schema import Config
 from dora.core.actions import Action
 from dora.core.events import Event, GroupScored, RequestFinished
 from dora.core.types import FIRST_IMAGE_ID
-from dora.errors import ConfigError
+from dora.errors import ConfigError, RunError
 from dora.journal.reader import open_sample_store
 from dora.stream.sample_db import PAYLOAD, payload_digest, read_branches
 from dora.text import plural
@@ -219,7 +219,7 @@ class SampleAudit:
             lengths = [len(row.token_ids) for row in rows]
             try:
                 expected = config.advantage_settings.group_advantages(rewards, lengths)
-            except ConfigError as error:  # the user's own estimator cannot be loaded here
+            except (ConfigError, RunError) as error:  # the user's own estimator is not there, or fails
                 self.skipped[f"whose advantage cannot be computed ({error})"] += len(rows)
                 return
         for row, advantage in zip(rows, expected, strict=True):

@@ -34,11 +34,14 @@ def find_alias(typed: str) -> KeyAlias | None:
     """The alias for a key as typed, with all or only some of the sections that the other trainer has."""
     typed = typed.lstrip("-").replace("-", "_")
     aliases = chain(RENAMED, *TRAINER_ALIASES.values())
-    found = [alias for alias in aliases if _matches(typed, alias.theirs)]
+    found = [alias for alias in aliases if _matches(typed, alias)]
     return max(found, key=lambda alias: len(alias.theirs), default=None)
 
 
-def _matches(typed: str, theirs: str) -> bool:
-    """A last part alone, such as `lr`, matches no key with sections."""
+def _matches(typed: str, alias: KeyAlias) -> bool:
+    """A last part alone, such as `lr`, matches no key with sections, and a table matches only itself."""
+    theirs = alias.theirs
+    if "." not in alias.ours:
+        return typed == theirs
     is_part = "." in typed and theirs.endswith("." + typed)
     return typed == theirs or typed.endswith("." + theirs) or is_part

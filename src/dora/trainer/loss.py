@@ -228,11 +228,13 @@ def policy_loss_function(name: str) -> PolicyLossFunction:
         returned: object = own(tokens, settings)
         shape = tokens.logprobs.shape
         match returned:
-            case (Tensor() as losses, Tensor() as is_clipped) if losses.shape == is_clipped.shape == shape:
-                return losses, is_clipped
+            case (Tensor() as losses, Tensor(dtype=torch.bool) as is_clipped):
+                if losses.shape == is_clipped.shape == shape and losses.requires_grad:
+                    return losses, is_clipped
         raise ConfigError(
             f"{LOSS_KEY} = {name!r} must return two tensors of shape {[*shape]}, one value per token: the "
-            f"loss, and whether clipping decided it; it returned {_describe(returned)}"
+            "loss, computed from tokens.logprobs, which carry the gradient, and whether clipping decided it "
+            f"(torch.bool); it returned {_describe(returned)}"
         )
 
     return checked
@@ -240,7 +242,8 @@ def policy_loss_function(name: str) -> PolicyLossFunction:
 
 def _describe(returned: object) -> str:
     if isinstance(returned, Tensor):
-        return f"a tensor of shape {[*returned.shape]}"
+        gradient = "" if returned.requires_grad else " without a gradient"
+        return f"a tensor of shape {[*returned.shape]} and {returned.dtype}{gradient}"
     if isinstance(returned, tuple):
         return f"({', '.join(map(_describe, returned))})"
     return type(returned).__name__
@@ -259,9 +262,10 @@ def check_own_loss(name: str, settings: LossSettings, has_reference: bool) -> No
     except ConfigError:
         raise
     except Exception as error:
+        hint = "" if has_reference else " (tokens.reference_logprobs are None without kl_loss_coef)"
         raise ConfigError(
             f"{LOSS_KEY} = {name!r}: for two short responses it raised {type(error).__name__}: {error}; "
-            "compute the loss of each token from tokens.logprobs, which carry the gradient"
+            f"correct it{hint}"
         ) from error
     if logprobs.grad is None or not logprobs.grad.isfinite().all():
         raise ConfigError(

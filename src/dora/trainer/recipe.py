@@ -164,7 +164,7 @@ class Correction:
 
 
 def unsafe_reason(loss: str, correction: Correction, max_staleness: int) -> str | None:
-    """Why stale samples can destabilise a run with this recipe; None if they cannot.
+    """Why stale samples can destabilise a run with this recipe; None if they cannot, or for one's own loss.
 
     A constant must bound the influence of a stale token: either the clip range of the loss around the
     behaviour policy, or a bounded importance weight on a ratio that cannot drift itself. The weights of tis

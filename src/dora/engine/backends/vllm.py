@@ -133,6 +133,11 @@ class Vllm(HttpEngine):
                 f"weight_transfer = {transfer!r}: the interpreter that has vLLM sends the weights; name it "
                 "in python"
             )
+        if (transfer == "nccl") != (others.pop("sender_device", None) is not None):
+            raise ConfigError(
+                "sender_device is the GPU, 'cuda:N', that sends weights with weight_transfer = 'nccl', and "
+                "none of the server's: set both or neither"
+            )
         super().check_options(python=python, **others)
 
     def _start(self, python: str) -> EngineServer:
@@ -141,9 +146,7 @@ class Vllm(HttpEngine):
         if device == "cpu":
             _check_head_dim(model, config.head_dim)
         kv_bytes = config.kv_bytes_per_token * self.max_rows * self.max_context
-        transfer_flags = _transfer_flags(
-            self.weight_transfer, device, self.num_gpus, self.sender_device, num_slots
-        )
+        transfer_flags = _transfer_flags(self.weight_transfer, device, self.num_gpus, num_slots)
         device_flags, environment = _device_options(
             device, self.num_gpus, kv_bytes, self.arguments, self.min_step_s
         )
@@ -330,9 +333,7 @@ def _check_head_dim(model: str, head_dim: int) -> None:
         )
 
 
-def _transfer_flags(
-    weight_transfer: str, device: str, num_gpus: int, sender_device: str | None, version_slots: int
-) -> tuple[str, ...]:
+def _transfer_flags(weight_transfer: str, device: str, num_gpus: int, version_slots: int) -> tuple[str, ...]:
     """The worker's class or extension, and the backend of vLLM's weight transfer. Raises EngineError."""
     if weight_transfer == "reload" and version_slots == 1:
         return ("--worker-extension-cls", "dora_vllm.WorkerExtension")
@@ -351,11 +352,6 @@ def _transfer_flags(
     if weight_transfer == "ipc" and num_gpus > 1:
         raise EngineError(
             f"weight_transfer = 'ipc' reaches one GPU, and the server has {num_gpus}; set it to 'nccl'"
-        )
-    if (weight_transfer == "nccl") != (sender_device is not None):
-        raise EngineError(
-            "sender_device is the GPU, 'cuda:N', that sends weights with weight_transfer = 'nccl', and none "
-            "of the server's: set both or neither"
         )
     backend = json.dumps({"backend": f"dora_{weight_transfer}"})
     return (

@@ -119,7 +119,8 @@ def _check_arguments(config: Config, kind: EngineKind, factory: InferenceFactory
     """Raises ConfigError if the class does not take the arguments of `make_engine`."""
     num_gpus, returns_routes = config.engine.gpus_per_engine, config.trainer.routing_replay
     own = dict.fromkeys(_own_arguments(factory, config.breaks_c1, num_gpus, returns_routes))
-    if repeated := kind.options.keys() & {*own, "inflight_update", "pool", "images", "returns_routes"}:
+    set_here = {*own, "inflight_update", "pool", "host", "num_gpus", "images", "returns_routes"}
+    if repeated := kind.options.keys() & set_here:
         raise ConfigError(f"{setting}: DORA-RL sets {min(repeated)} itself; remove it")
     call, given = signature(factory), {**own, **kind.options}
     for bind, arguments, remedy in (
