@@ -81,6 +81,9 @@ def test_an_evaluation_may_be_greedy_only_or_sampled_only() -> None:
     assert (greedy.greedy, greedy.sampled, greedy.lengths) == (1.0, None, [7])
     assert {"val/greedy_reward_mean", "val/greedy_pass"}.isdisjoint(sampled.metrics())
     assert (sampled.greedy, sampled.sampled, sampled.lengths) == (None, 0.5, [7])
+    assert greedy.describe() == "greedy 1.000, length p50 7, p99 7"
+    assert sampled.describe() == "sampled 0.500, pass@2 1.000 (0.207 to 1.000), length p50 7, p99 7"
+    assert EvaluationResult(4, 1, 1, is_greedy=True).describe() == "greedy 0.000, 1 prompt failed"
 
 
 def test_evaluations_during_training_are_read_from_events_and_actions() -> None:
