@@ -52,6 +52,14 @@ def test_bad_input_is_refused(
     assert not out.exists()
 
 
+def refusal_of(config: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The message with which `dora train` refuses a configuration before it makes the run's folder."""
+    out = config.parent / "run"
+    assert exit_code("train", config, "--out", out) == 2
+    assert not out.exists()
+    return capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -70,14 +78,11 @@ def test_a_dataset_without_usable_prompts_is_refused(
 ) -> None:
     config = write_task(tmp_path)
     (tmp_path / "prompts.jsonl").write_text(content)
-    assert exit_code("train", config, "--out", tmp_path / "run") == 2
-    assert expected in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+    assert expected in refusal_of(config, capsys)
 
 
 def test_a_missing_configuration_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code("train", tmp_path / "nothing.toml", "--out", tmp_path / "run") == 2
-    assert "nothing.toml does not exist" in capsys.readouterr().err
+    assert "nothing.toml does not exist" in refusal_of(tmp_path / "nothing.toml", capsys)
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(
@@ -86,8 +91,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(
     config = write_task(tmp_path)
     path = tmp_path / "start" / "config.json"
     path.write_text(path.read_text().replace(f'"vocab_size": {len(CHARACTERS) + 1}', '"vocab_size": 16'))
-    assert exit_code("train", config, "--out", tmp_path / "run") == 2
-    assert "the model's vocab_size is 16" in capsys.readouterr().err
+    assert "the model's vocab_size is 16" in refusal_of(config, capsys)
 
 
 @pytest.mark.parametrize(
@@ -105,9 +109,7 @@ def test_a_broken_model_folder_is_refused(
 ) -> None:
     task = write_task(tmp_path)
     (tmp_path / "start" / name).write_text(content)
-    assert exit_code("train", task, "--out", tmp_path / "run") == 2
-    assert expected in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+    assert expected in refusal_of(task, capsys)
 
 
 def test_a_model_without_all_its_tensors_is_refused(
@@ -116,8 +118,8 @@ def test_a_model_without_all_its_tensors_is_refused(
     task = write_task(tmp_path)
     path = tmp_path / "start" / "config.json"
     path.write_text(path.read_text().replace('"num_hidden_layers": 1', '"num_hidden_layers": 2'))
-    assert exit_code("train", task, "--out", tmp_path / "run") == 2
-    assert f"{tmp_path}/start: the checkpoint does not fit config.json: missing" in capsys.readouterr().err
+    expected = f"{tmp_path}/start: the checkpoint does not fit config.json: missing"
+    assert expected in refusal_of(task, capsys)
 
 
 @pytest.mark.parametrize("change", ['"model_type": "superllm"', '"model_type": null'])
@@ -128,8 +130,7 @@ def test_a_model_that_nothing_can_compute_is_refused_by_its_folder(
     task = write_task(tmp_path)
     path = tmp_path / "start" / "config.json"
     path.write_text(path.read_text().replace('"model_type": "qwen3"', change))
-    assert exit_code("train", task, "--out", tmp_path / "run") == 2
-    err = capsys.readouterr().err
+    err = refusal_of(task, capsys)
     assert err.startswith(f"dora: {path}: ")
     assert ("use another model" if "superllm" in change else "the key 'model_type' is missing") in err
     assert err.count("\n") == 1

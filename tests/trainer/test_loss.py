@@ -195,7 +195,7 @@ def test_weights_and_divisor_of_every_aggregation_mode() -> None:
     lengths = [1, 4]
     assert unnormalized_token_weights(lengths, "token-mean") == [1.0, 1.0]
     assert unnormalized_token_weights(lengths, "seq-mean-token-sum") == [1.0, 1.0]
-    assert unnormalized_token_weights(lengths, "seq-mean-token-mean") == [1.0, 0.25]
+    assert unnormalized_token_weights([*lengths, 0], "seq-mean-token-mean") == [1.0, 0.25, 1.0]
     assert unnormalized_token_weights(lengths, "seq-mean-token-sum-norm", scale=10) == [0.1, 0.1]
     assert (batch_divisor(lengths, "token-mean"), batch_divisor(lengths, "seq-mean-token-sum")) == (5, 2)
 
@@ -203,6 +203,8 @@ def test_weights_and_divisor_of_every_aggregation_mode() -> None:
 def test_seq_mean_token_sum_norm_needs_its_divisor() -> None:
     with pytest.raises(ConfigError, match="needs loss_scale_factor"):
         unnormalized_token_weights([1], "seq-mean-token-sum-norm")
+    with pytest.raises(ConfigError, match="choose one of token-mean"):
+        unnormalized_token_weights([1], "another", scale=10)  # type: ignore[arg-type]
 
 
 def test_online_dpo_is_the_logistic_loss_of_the_margin_over_the_reference() -> None:
