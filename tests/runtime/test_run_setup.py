@@ -203,11 +203,9 @@ def test_a_reward_with_wrong_parameters_is_refused_before_anything_is_generated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_task(tmp_path, reward="def reward(answer):\n    return 1.0\n")
-    assert exit_code("train", config, "--out", tmp_path / "run") == 2
-    printed = capsys.readouterr().err
+    printed = refusal_of(config, capsys)
     assert "reward(answer) cannot be called with prompt, completion" in printed
     assert "def reward(prompt, completion, **row):" in printed
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_dry_run_calls_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

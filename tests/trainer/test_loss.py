@@ -86,11 +86,11 @@ def test_a_ratio_that_would_overflow_stays_finite() -> None:
 
 
 def test_dual_clip_caps_the_loss_of_a_token_with_a_negative_advantage() -> None:
-    logprobs, advantages = log_ratios(5.0, 5.0, 2.0, 0.5), torch.tensor([-1.0, 1.0, -1.0, -1.0])
+    logprobs, advantages = log_ratios(5.0, 5.0, 2.0, 0.5, 5.0), torch.tensor([-1.0, 1.0, -1.0, -1.0, 0.5])
     losses, clipped = dual_clipped_loss(off_policy(logprobs, advantages), LossSettings(0.2, 0.3, 3.0))
-    assert losses.tolist() == pytest.approx([3.0, -1.3, 2.0, 0.8])
-    assert clipped.tolist() == [True, True, False, True]
-    assert gradient(losses, logprobs) == pytest.approx([0.0, 0.0, 2.0, 0.0])
+    assert losses.tolist() == pytest.approx([3.0, -1.3, 2.0, 0.8, -0.65])
+    assert clipped.tolist() == [True, True, False, True, True]
+    assert gradient(losses, logprobs) == pytest.approx([0.0, 0.0, 2.0, 0.0, 0.0])
 
 
 def test_a_sequence_mean_covers_its_own_response() -> None:
