@@ -139,11 +139,12 @@ def test_on_policy_all_losses_have_the_gradient_of_reinforce() -> None:
 
 def test_a_value_outside_its_clip_range_has_no_gradient_towards_the_return() -> None:
     # Towards its return 2, V = 1 counts as the clipped 0.5; away from it, V = -1 is not clipped.
-    values = torch.tensor([1.0, -1.0, 0.25], requires_grad=True)
-    losses, clipped = value_loss(values, torch.zeros(3), torch.full((3,), 2.0), clip=0.5)
-    assert losses.tolist() == pytest.approx([0.5 * 1.5**2, 0.5 * 3.0**2, 0.5 * 1.75**2])
-    assert gradient(losses, values) == pytest.approx([0.0, -3.0, -1.75])
-    assert clipped.tolist() == [True, False, False]
+    # Towards the return -2, V = -1 counts as the clipped -0.5.
+    values = torch.tensor([1.0, -1.0, 0.25, -1.0], requires_grad=True)
+    losses, clipped = value_loss(values, torch.zeros(4), torch.tensor([2.0, 2.0, 2.0, -2.0]), clip=0.5)
+    assert losses.tolist() == pytest.approx([0.5 * 1.5**2, 0.5 * 3.0**2, 0.5 * 1.75**2, 0.5 * 1.5**2])
+    assert gradient(losses, values) == pytest.approx([0.0, -3.0, -1.75, 0.0])
+    assert clipped.tolist() == [True, False, False, True]
 
 
 def test_k3_is_zero_for_equal_policies_and_positive_otherwise() -> None:
@@ -224,7 +225,7 @@ def test_online_dpo_is_the_logistic_loss_of_the_margin_over_the_reference() -> N
 
 def test_a_pair_in_the_wrong_order_is_marked() -> None:
     zeros = torch.zeros(4)
-    tokens = LossInputs(torch.tensor([-3.0, -1.0, 0.0, -1.0]), zeros, zeros, [1, 1, 1, 1], zeros)
+    tokens = LossInputs(torch.tensor([-3.0, -1.0, -0.5, -1.0]), zeros, zeros, [1, 1, 1, 1], zeros)
     _, is_wrong = online_dpo_loss(tokens, LossSettings())
     assert is_wrong.tolist() == [True, True, False, False]
 
