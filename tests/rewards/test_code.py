@@ -117,6 +117,13 @@ def test_the_reward_is_the_fraction_of_passed_tests_or_all_or_nothing(reward: Pa
             1.0,
         ),
         ("def f(a): return math.sqrt(a)\nimport math", ["assert f(math.inf) == math.inf"], 1.0),
+        ("import os\ndef f(a): return a or os._exit(0)", ["assert f(0) == 1", "assert f(1) == 1"], 0.5),
+        (
+            "def f(a):\n  while a < 0: pass\n  return a",
+            ["assert f(1) == 1", "assert f(-1) == 1", "assert f(2) == 2"],
+            2 / 3,
+        ),
+        ("1 / 0\ndef f(a): return a", ["assert f(0) == 0"], 0.0),
         ("def f(a): return a", ["assert f(math.pi) > 3"], 1.0),
     ],
 )

@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -91,30 +92,46 @@ class PassedTests:
                 yield limits is not None and self._prints_expected(program, test, limits)
         assertions = [test for test in tests if isinstance(test, AssertionTest)]
         if assertions:
-            limits = self._limits(len(assertions), deadline_s, _VALUES_BYTES)
-            values = [] if limits is None else self._evaluate_calls(program, assertions, limits)
-            yield from self._check_assertions(assertions, values)
+            yield from self._check_assertions(
+                assertions, self._evaluate_calls(program, assertions, deadline_s)
+            )
 
     def _prints_expected(self, program: str, test: InputOutputTest, limits: SandboxLimits) -> bool:
         result = self._sandbox.run(program, test.stdin.encode(), limits)
         return result.is_success and _lines(result.output) == _lines(test.expected.encode())
 
     def _evaluate_calls(
-        self, program: str, assertions: Sequence[AssertionTest], limits: SandboxLimits
-    ) -> list[str]:
-        """JSON of the values of all calls, as many as came in time; "" for a call without a value."""
-        calls = [call for assertion in assertions for call in assertion.calls]
-        request = json.dumps({"program": program, "calls": calls})
-        output = self._sandbox.run(_EVALUATE_CALLS, request.encode(), limits).output
-        return output.decode(errors="replace").split("\n")[:-1]
+        self, program: str, assertions: Sequence[AssertionTest], deadline_s: float
+    ) -> list[list[str]]:
+        """JSON of the values of each assertion's calls, as many as came in time; "" for a call without one.
 
-    def _check_assertions(self, assertions: Sequence[AssertionTest], values: list[str]) -> list[bool]:
+        If a call ends the process or takes too long, the assertions after it are evaluated in another one.
+        """
+        found: list[list[str]] = []
+        num_bytes, goes_on = _VALUES_BYTES, True
+        while goes_on and num_bytes > 0 and (rest := assertions[len(found) :]):
+            limits = self._limits(len(rest), deadline_s, num_bytes)
+            if limits is None:
+                break
+            request = {"program": program, "calls": [call for assertion in rest for call in assertion.calls]}
+            output = self._sandbox.run(_EVALUATE_CALLS, json.dumps(request).encode(), limits).output
+            num_bytes -= len(output)
+            lines = iter(output.decode(errors="replace").split("\n")[:-1])
+            is_loaded = next(lines, None) is not None
+            goes_on = is_loaded and not self._all_or_nothing
+            for assertion in rest:
+                found.append([*islice(lines, len(assertion.calls))])
+                if len(found[-1]) < len(assertion.calls):
+                    break
+        return found + [[] for _ in assertions[len(found) :]]
+
+    def _check_assertions(
+        self, assertions: Sequence[AssertionTest], values: Sequence[list[str]]
+    ) -> list[bool]:
         """Which assertions hold for the values of their calls."""
         request, has_values = [], []
-        for assertion in assertions:
-            num_calls = len(assertion.calls)
-            own, values = values[:num_calls], values[num_calls:]
-            has_values.append(len(own) == num_calls and all(own))
+        for assertion, own in zip(assertions, values, strict=True):
+            has_values.append(len(own) == len(assertion.calls) and all(own))
             if has_values[-1]:
                 request.append((assertion.expression, own))
         limits = SandboxLimits(self._test_s, self._memory_bytes)

@@ -20,7 +20,8 @@ _MAX_ITEMS = 2_000_000  # of an iterator; a longer one, perhaps endless, has no 
 
 
 def evaluate_calls() -> None:
-    """Read JSON with `program` and `calls` (Python expressions); print one line per call.
+    """Read JSON with `program` and `calls` (Python expressions); print an empty line once the program is
+    loaded, then one line per call.
 
     A line is JSON, see `to_json`, or empty if the call raised or returned no plain value. What the program
     prints is dropped. The program shares this process, so it can forge the lines: readers treat them as
@@ -31,6 +32,7 @@ def evaluate_calls() -> None:
     sys.set_int_max_str_digits(0)
     names: dict[str, Any] = {"__name__": "program"}
     exec(compile(request["program"], "<program>", "exec", dont_inherit=True), names)
+    print(file=replies, flush=True)
     for call in request["calls"]:
         try:
             value = json.dumps(to_json(eval(call, {"math": math, **names})))
