@@ -124,6 +124,12 @@ def test_the_reward_is_the_fraction_of_passed_tests_or_all_or_nothing(reward: Pa
             2 / 3,
         ),
         ("1 / 0\ndef f(a): return a", ["assert f(0) == 0"], 0.0),
+        (
+            "from __future__ import annotations\nfrom dataclasses import dataclass\nimport pickle\n"
+            "@dataclass\nclass Box:\n  a: int\ndef f(a): return pickle.loads(pickle.dumps(Box(a))).a",
+            ["assert f(2) == 2"],
+            1.0,
+        ),
         ("def f(a): return a", ["assert f(math.pi) > 3"], 1.0),
     ],
 )

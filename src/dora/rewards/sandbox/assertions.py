@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,9 @@ def evaluate_calls() -> None:
     request, replies = json.load(sys.stdin), sys.stdout
     sys.stdout = io.StringIO()
     sys.set_int_max_str_digits(0)
-    names: dict[str, Any] = {"__name__": "program"}
+    module = types.ModuleType("program")
+    sys.modules[module.__name__] = module  # where dataclasses and pickle look for the names of a class
+    names = vars(module)
     exec(compile(request["program"], "<program>", "exec", dont_inherit=True), names)
     print(file=replies, flush=True)
     for call in request["calls"]:
