@@ -186,6 +186,10 @@ def test_the_program_is_the_last_fenced_block_or_the_whole_text() -> None:
     assert extract_program("```python\nnever closed") == "```python\nnever closed"
 
 
+def test_fences_may_end_lines_as_windows_does() -> None:
+    assert extract_program("Code:\r\n```python\r\nprint(1)\r\n```\r\nDone.") == "print(1)\r\n"
+
+
 def test_output_is_compared_without_trailing_blanks(reward: PassedTests) -> None:
     tests = [{"input": "", "output": "1\n\n2"}]
     programs = (

@@ -21,7 +21,7 @@ from typing import Any
 from dora.errors import RewardError
 from dora.rewards.sandbox.runner import OUTPUT_BYTES, Sandbox, SandboxLimits
 
-_FENCED = re.compile(r"^[ \t]*```[^`\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_FENCED = re.compile(r"^[ \t]*```[^`\n]*\n(.*?)^[ \t]*```[ \t\r]*$", re.DOTALL | re.MULTILINE)
 _ASSERTIONS = (Path(__file__).with_name("sandbox") / "assertions.py").read_text(encoding="utf-8")
 _EVALUATE_CALLS = f"{_ASSERTIONS}\nevaluate_calls()\n"
 _CHECK_EXPRESSIONS = f"{_ASSERTIONS}\ncheck_expressions()\n"
