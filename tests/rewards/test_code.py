@@ -186,6 +186,12 @@ def test_the_program_is_the_last_fenced_block_or_the_whole_text() -> None:
     assert extract_program("```python\nnever closed") == "```python\nnever closed"
 
 
+def test_a_block_in_a_list_loses_the_indentation_of_its_fence() -> None:
+    block = "1. Code:\n\n   ```python\n   def f(a):\n       return a\n\n text\n   ```\n2. Done."
+    assert extract_program(block) == "def f(a):\n    return a\n\ntext\n"
+    assert extract_program("```\n  kept\n ```") == "  kept\n"
+
+
 def test_fences_may_end_lines_as_windows_does() -> None:
     assert extract_program("Code:\r\n```python\r\nprint(1)\r\n```\r\nDone.") == "print(1)\r\n"
 

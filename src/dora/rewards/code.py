@@ -21,7 +21,7 @@ from typing import Any
 from dora.errors import RewardError
 from dora.rewards.sandbox.runner import OUTPUT_BYTES, Sandbox, SandboxLimits
 
-_FENCED = re.compile(r"^[ \t]*```[^`\n]*\n(.*?)^[ \t]*```[ \t\r]*$", re.DOTALL | re.MULTILINE)
+_FENCED = re.compile(r"^([ \t]*)```[^`\n]*\n(.*?)^[ \t]*```[ \t\r]*$", re.DOTALL | re.MULTILINE)
 _ASSERTIONS = (Path(__file__).with_name("sandbox") / "assertions.py").read_text(encoding="utf-8")
 _EVALUATE_CALLS = f"{_ASSERTIONS}\nevaluate_calls()\n"
 _CHECK_EXPRESSIONS = f"{_ASSERTIONS}\ncheck_expressions()\n"
@@ -148,9 +148,15 @@ class PassedTests:
 
 
 def extract_program(text: str) -> str:
-    """The last fenced block of a completion, or the whole text if it has none."""
+    """The last fenced block of a completion, or the whole text if it has none.
+
+    As in Markdown, its lines lose the indentation of the opening fence, as far as they have it.
+    """
     blocks = _FENCED.findall(text)
-    return str(blocks[-1]) if blocks else text
+    if not blocks:
+        return text
+    indent, program = blocks[-1]
+    return re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", program, flags=re.MULTILINE) if indent else str(program)
 
 
 def read_tests(value: Any, column: str) -> list[InputOutputTest | AssertionTest]:
