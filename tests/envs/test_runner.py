@@ -147,7 +147,7 @@ async def test_a_call_that_takes_too_long_fails_only_its_episode() -> None:
 def test_a_prompt_that_is_too_long_fails_its_episode() -> None:
     reply = run_episode([], limits=replace(LIMITS, max_prompt_length=1))[0]
     assert isinstance(reply, EpisodeFailed)
-    assert reply.reason == "environment prompt has 2 tokens, must have 1 to data.max_prompt_length = 1"
+    assert reply.reason == "environment prompt has 2 tokens, more than data.max_prompt_length = 1"
 
 
 def test_an_empty_prompt_fails_its_episode() -> None:

@@ -169,7 +169,7 @@ class EnvRunner:
             raise Fault("environment gave an empty prompt")
         if len(prompt_ids) > max_length:
             raise Fault(
-                f"environment prompt has {len(prompt_ids)} tokens, must have 1 to data.max_prompt_length = "
+                f"environment prompt has {len(prompt_ids)} tokens, more than data.max_prompt_length = "
                 f"{max_length}"
             )
         return tuple(prompt_ids)
