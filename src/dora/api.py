@@ -214,7 +214,7 @@ def train(
     directory. `out` is a new folder, by default in `runs/`. Raises InputError if a key, a path or the folder
     is wrong, RunError if the run fails.
     """
-    changes = [f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()]
+    changes = [f"{key}={_to_toml_value(key, value)}" for key, value in (overrides or {}).items()]
     path = Path(config) if isinstance(config, str | Path) else None
     name = "run" if path is None else path.stem
     folder = Path(out) if out is not None else Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -242,6 +242,15 @@ def train(
         )
     run = Run(folder, process)
     return run.wait(progress) if wait else run
+
+
+def _to_toml_value(key: str, value: object) -> str:
+    try:
+        return json.dumps(value)
+    except TypeError as error:
+        raise InputError(
+            f"override {key} = {value!r}: {error}; give a TOML value, such as 'file.py:name' for a function"
+        ) from error
 
 
 def load(folder: Path | str) -> Run:

@@ -32,6 +32,14 @@ def load_attribute(name: str, key: str, error: type[InputError] = InputError) ->
     return found
 
 
+def describe_call(name: str, raised: BaseException) -> str:
+    """What a call of the user's function `name` raised, and at which line of the user's files."""
+    source = name.rpartition(":")[0]
+    reason = " ".join(f"{type(raised).__name__}: {raised}".split())
+    own = [f for f in traceback.extract_tb(raised.__traceback__) if _is_own(f.filename, source)]
+    return f"{reason} ({own[-1].filename}:{own[-1].lineno})" if own else reason
+
+
 def _explain(source: str, raised: BaseException) -> str:
     """Where an import failed, why, and the remedy, in one line."""
     reason = " ".join(f"{type(raised).__name__}: {raised}".split())
@@ -43,6 +51,8 @@ def _explain(source: str, raised: BaseException) -> str:
     ]
     if not frames:
         remedy = "name an existing file" if source.endswith(".py") else "install it, or correct the name"
+        if Path(f"{source}.py").is_file():
+            remedy = f"name the file, {source}.py, or add its folder to PYTHONPATH"
         return f"importing {source} raised {reason}; {remedy}"
     remedy = "install it, or correct that line" if isinstance(raised, ImportError) else "correct that line"
     command = f"python {source}" if source.endswith(".py") else f'python -c "import {source}"'

@@ -105,7 +105,7 @@ def test_a_run_with_a_loss_and_an_estimator_of_the_users(resumable: ResumableRun
     ended = run.end()
     assert ended.code == 1, ended
     assert f"algorithm.adv_estimator = '{file}:advantages': for the rewards [" in ended.err
-    assert "it raised KeyError: 'no such prompt'; correct it" in ended.err
+    assert f"it raised KeyError: 'no such prompt' ({file}:16); correct it" in ended.err
     fault.unlink()
     resumed = resumable.resume()
     resumed.succeed()
@@ -117,6 +117,10 @@ def test_a_run_with_a_loss_and_an_estimator_of_the_users(resumable: ResumableRun
     skipped = "whose advantage cannot be computed (algorithm.adv_estimator = "
     file.write_text("def advantages(rewards):\n    return rewards[99]\n")
     assert skipped in resumed.audit()
+    file.write_text("def advantages(rewards):\n    return [reward + 1 for reward in rewards]\n")
+    assert (
+        f"expected {stored[0][0] + 1} by {file}:advantages as its file is now" in dora("audit", run.out).out
+    )
     file.unlink()
     assert skipped in resumed.audit()
 

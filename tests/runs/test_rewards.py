@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.runs.conftest import StartRun
-from tests.runtime.running import Run, journal, metrics, query, summary
+from tests.runtime.running import Run, dora, journal, metrics, query, summary
 from tests.runtime.tiny import REWARD, write_task
 
 FAILING = """
@@ -94,20 +94,26 @@ def test_rewards_are_summed_also_after_kills_of_the_reward_workers_and_of_the_ru
     assert "12 trained + 0 filtered + 0 failed + 0 pending" in run.audit()
 
 
-def test_a_run_whose_groups_all_fail_stops_with_the_first_traceback(
+def test_a_run_whose_groups_all_fail_stops_with_the_first_traceback_and_resumes_once_corrected(
     start_run: StartRun, tmp_path: Path
 ) -> None:
     reward = "def reward(prompt, completion):\n    raise ValueError('cannot score')\n"
     run = start_run(write_task(tmp_path, reward=reward))
     result = run.end()
     assert result.code == 1, result
-    assert "more than reward.max_failed_fraction = 0.2 allows; the first failure:\n" in result.err
+    assert "more than reward.max_failed_fraction = 0.2 allows; correct the cause and resume" in result.err
     assert "Traceback (most recent call last)" in result.err
     assert "task.py" in result.err
     assert result.err.rstrip().endswith("ValueError: cannot score")
     assert "orchestrator.py" not in result.err
-    assert summary(run.out)["failed_groups"] >= 1
+    num_failed = summary(run.out)["failed_groups"]
+    assert num_failed >= 1
     run.audit()
+    write_task(tmp_path)
+    resumed = dora("train", "--resume", run.out)
+    assert resumed.code == 0, resumed
+    assert summary(run.out)["failed_groups"] == num_failed
+    run.check_records()
 
 
 def test_a_missing_reward_function_is_an_input_error_and_leaves_no_files(

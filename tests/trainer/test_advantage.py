@@ -156,7 +156,7 @@ def test_an_estimator_of_ones_own_gets_the_shaped_rewards_of_one_group() -> None
 @pytest.mark.parametrize(
     ("body", "error"),
     [
-        ("rewards[7]", "raised IndexError: list index out of range; correct it"),
+        ("rewards[7]", "raised IndexError: list index out of range .*own.py:2.; correct it"),
         ("rewards[:1]", r"returned \[0.0\]; correct it to return a finite number per response"),
         ("[float('nan')] * 2", r"returned \[nan, nan\]"),
         ("None", "raised TypeError: 'NoneType' object is not iterable"),

@@ -356,9 +356,12 @@ def test_the_example_of_a_loss_of_ones_own_has_the_gradient_of_sapo() -> None:
         ("tokens.logprobs, None", r"returned \(a tensor of shape \[5\] and torch.float32, NoneType\)"),
         ("tokens.logprobs, tokens.logprobs", r"decided it \(torch.bool\); it returned"),
         ("tokens.logprobs.detach(), tokens.logprobs > 0", "and torch.float32 without a gradient, a tensor"),
-        ("tokens.logprobs[tokens.mask], None", "raised AttributeError: .* no attribute 'mask'; correct"),
+        (
+            "tokens.logprobs[tokens.mask], None",
+            "raised AttributeError: .* no attribute 'mask' .*own.py:2.; correct",
+        ),
         ("(tokens.logprobs + 1).log(), tokens.logprobs > 0", "the gradient with respect to .* is .*inf"),
-        ("tokens.reference_logprobs - 1, None", r"raised TypeError: .*None without kl_loss_coef\)"),
+        ("tokens.reference_logprobs - 1, None", "raised TypeError: .*reference_logprobs are None without"),
     ],
 )
 def test_a_loss_of_ones_own_that_fails_is_refused_by_name(tmp_path: Path, body: str, error: str) -> None:

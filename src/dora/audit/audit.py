@@ -139,7 +139,7 @@ def describe(result: AuditResult) -> dict[str, str]:
         sampled += f", {plural(versions.num_prefilled, 'token')} re-prefilled in migrations"
     if versions.num_losses:
         sampled += (
-            f"; engines were lost {plural(versions.num_losses, 'time')}: "
+            f"; engines, or the whole run, were lost {plural(versions.num_losses, 'time')}: "
             f"{plural(versions.num_kept_tokens, 'token')} of their requests kept, "
             f"{versions.num_lost_tokens:,} of the reported ones lost, "
             f"{plural(versions.num_restarted, 'request')} restarted from the prompt"

@@ -222,10 +222,12 @@ class SampleAudit:
             except (ConfigError, RunError) as error:  # the user's own estimator is not there, or fails
                 self.skipped[f"whose advantage cannot be computed ({error})"] += len(rows)
                 return
+        estimator = config.algorithm.adv_estimator
+        hint = f" by {estimator} as its file is now" if ":" in estimator else ""
         for row, advantage in zip(rows, expected, strict=True):
             self._check(
                 _is_close(row.advantage, advantage),
-                f"sample {group}/{row.sibling} has the advantage {row.advantage}, expected {advantage}",
+                f"sample {group}/{row.sibling} has the advantage {row.advantage}, expected {advantage}{hint}",
             )
 
     def _check_reward(self, row: AuditedSample, reward: float) -> None:

@@ -354,7 +354,8 @@ def _existing_path(
     if kind is not None and is_hub_name(value):
         return str(fetch(key, value, kind, revision, path))
     raise ConfigError(
-        f"{key} = {value!r}: {path} does not exist (this path is relative to {folder})"
+        f"{key} = {value!r}: {path} does not exist"
+        + ("" if Path(value).expanduser().is_absolute() else f" (this path is relative to {folder})")
         + (f"; name an existing path, or the built-in {' or '.join(built_in)}" if built_in else "")
         + missing_snapshot_hint(str(path))
     )

@@ -6,6 +6,7 @@ keys, `dora.config.load` reads TOML files.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -37,10 +38,11 @@ def _name_or_function(names: tuple[str, ...]) -> AfterValidator:
     def check(value: str) -> str:
         if value in names or recipe.is_own(value):
             return value
+        near = difflib.get_close_matches(value, names, n=1)
         raise PydanticCustomError(
             "name_or_function",
-            'input should be {names}, or a function, "file.py:function"',
-            {"names": ", ".join(map(repr, names))},
+            '{hint}input should be {names}, or a function, "file.py:function"',
+            {"hint": f"did you mean {near[0]}? " if near else "", "names": ", ".join(map(repr, names))},
         )
 
     return AfterValidator(check)

@@ -238,10 +238,10 @@ class _Session:
             if previous
             else EvaluationTracker(config.eval.greedy, setup.held_out_sources)
         )
-        self._failure_guard = FailureGuard(config)
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._executor.close)
             book, state = self._executor.sample_book, self._orchestrator.snapshot
+            self._failure_guard = FailureGuard(config, state())
             migrations = MigrationMetrics(lambda group: len(setup.prompt_ids(group)))
             self._metrics = previous.metrics if previous else RunMetrics(setup.limits, book, migrations)
             self._live = LiveRun(setup, self._executor, state, self._metrics)

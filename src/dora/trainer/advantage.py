@@ -13,7 +13,7 @@ from functools import cache
 from types import MappingProxyType
 
 from dora.errors import ConfigError, RunError
-from dora.loading import load_attribute
+from dora.loading import describe_call, load_attribute
 from dora.trainer.recipe import advantage_scope, is_own
 
 ESTIMATOR_KEY = "algorithm.adv_estimator"
@@ -182,7 +182,9 @@ def own_advantages(name: str, rewards: Rewards) -> list[float]:
         returned = own([*rewards])
         advantages = [float(advantage) for advantage in returned]
     except Exception as error:
-        raise RunError(f"{problem} raised {type(error).__name__}: {error}; correct it") from error
+        raise RunError(
+            f"{problem} raised {describe_call(name, error)}; correct it. It is called with a list of rewards"
+        ) from error
     if len(advantages) != len(rewards) or not all(map(math.isfinite, advantages)):
         raise RunError(f"{problem} returned {returned}; correct it to return a finite number per response")
     return advantages

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dora.errors import ConfigError
-from dora.loading import load_attribute
+from dora.errors import ConfigError, RunError
+from dora.loading import describe_call, load_attribute
 from dora.model.device import to_device
 from dora.trainer.recipe import KLEstimator, LossAggMode
 
@@ -225,7 +225,14 @@ def policy_loss_function(name: str) -> PolicyLossFunction:
     own: PolicyLossFunction = load_attribute(name, LOSS_KEY, ConfigError)
 
     def checked(tokens: LossInputs, settings: LossSettings) -> tuple[Tensor, Tensor]:
-        returned: object = own(tokens, settings)
+        try:
+            returned: object = own(tokens, settings)
+        except Exception as error:
+            hint = ", whose reference_logprobs are None without algorithm.kl_loss_coef"
+            raise RunError(
+                f"{LOSS_KEY} = {name!r} raised {describe_call(name, error)}; correct it. It is called with "
+                f"LossInputs{hint if tokens.reference_logprobs is None else ''}, and LossSettings"
+            ) from error
         shape = tokens.logprobs.shape
         match returned:
             case (Tensor() as losses, Tensor(dtype=torch.bool) as is_clipped):
@@ -259,13 +266,11 @@ def check_own_loss(name: str, settings: LossSettings, has_reference: bool) -> No
     try:
         losses, _ = function(inputs, settings)
         losses.sum().backward()
-    except ConfigError:
-        raise
+    except (ConfigError, RunError) as error:
+        raise ConfigError(f"{error}") from error
     except Exception as error:
-        hint = "" if has_reference else " (tokens.reference_logprobs are None without kl_loss_coef)"
         raise ConfigError(
-            f"{LOSS_KEY} = {name!r}: for two short responses it raised {type(error).__name__}: {error}; "
-            f"correct it{hint}"
+            f"{LOSS_KEY} = {name!r}: its gradient raised {describe_call(name, error)}"
         ) from error
     if logprobs.grad is None or not logprobs.grad.isfinite().all():
         raise ConfigError(

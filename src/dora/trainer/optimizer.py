@@ -273,7 +273,8 @@ def _clip_factor(norm: float, max_norm: float) -> float:
     """The factor that clips a gradient of this norm. Raises RunError if the norm is not finite."""
     if not math.isfinite(norm):
         raise RunError(
-            f"grad_norm = {norm}: it must be finite; lower the learning rate or look for a broken sample"
+            f"grad_norm = {norm}: it must be finite; lower the learning rate, or look for a broken sample or "
+            "policy loss"
         )
     return max_norm / norm if norm > max_norm else 1.0
 

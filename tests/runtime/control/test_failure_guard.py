@@ -17,8 +17,8 @@ from dora.runtime.process.supervisor import DriverClock
 
 def test_an_evaluation_with_too_many_failed_prompts_ends_the_run(task: Path) -> None:
     """A prompt counts once, and each evaluation on its own."""
-    guard = FailureGuard(load.read_config(task, ["reward.max_failed_fraction=0.2"]))
     state = State(Limits(8, 2, 1, 0, evaluation=EvaluationRule(2, 10, 2)))
+    guard = FailureGuard(load.read_config(task, ["reward.max_failed_fraction=0.2"]), state)
     failures: list[Event] = [
         RequestFailed(0, RequestId(-1, 3, 0), "too long"),
         RequestFailed(0, RequestId(-1, 3, 1), "too long"),

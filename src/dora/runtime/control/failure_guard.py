@@ -17,10 +17,11 @@ MIN_ENDED = 20  # the failed fraction is taken of at least this many groups
 
 
 class FailureGuard:
-    """Counts groups that end untrained, and held-out prompts that fail."""
+    """Counts groups that end untrained, and held-out prompts that fail, since the last start or resume."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, state: State) -> None:
         self._config = config
+        self._num_failed_before, self._num_ended_before = state.num_failed, _num_ended(state)
         self._first_failure = ""
         self._filtered_in_row = 0
         self._failed_prompts: dict[GroupId, str] = {}  # held-out prompt -> why
@@ -37,14 +38,15 @@ class FailureGuard:
                 self._filtered_in_row += 1
             elif isinstance(action, Commit):
                 self._filtered_in_row = 0
-        in_batches = sum(map(len, state.batches.values()))  # a resumed run trains some of them again
-        ended = state.num_trained + in_batches + state.num_filtered + state.num_failed
+        failed = state.num_failed - self._num_failed_before
+        ended = _num_ended(state) - self._num_ended_before
         limit = self._config.reward.max_failed_fraction
-        if state.num_failed > limit * max(ended, MIN_ENDED):
+        if failed > limit * max(ended, MIN_ENDED):
             detail = first_scoring_failure or self._first_failure
             raise RunError(
-                f"{state.num_failed} of {ended} groups failed, more than reward.max_failed_fraction = "
-                f"{limit:g} allows; the first failure:\n{detail.rstrip()}"
+                f"{failed} of {ended} groups failed, more than reward.max_failed_fraction = {limit:g} "
+                "allows; correct the cause and resume the run, which does not count them again; the first "
+                f"failure:\n{detail.rstrip()}"
             )
         if self._filtered_in_row > max(MIN_FILTERED, FILTERED_WINDOWS * self._config.max_groups_in_flight):
             raise RunError(
@@ -68,6 +70,11 @@ class FailureGuard:
                 f"{len(failures)} of {rule.num_prompts} evaluation prompts could not be scored, more than "
                 f"reward.max_failed_fraction = {limit:g} allows; the first failure:\n{failures[0].rstrip()}"
             )
+
+
+def _num_ended(state: State) -> int:
+    in_batches = sum(map(len, state.batches.values()))  # a resumed run trains some of them again
+    return state.num_trained + in_batches + state.num_filtered + state.num_failed
 
 
 class IdleTimeout:
