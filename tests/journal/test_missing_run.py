@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dora.journal.reader import explain_missing_run, find_newest_run
+from dora.errors import InputError
+from dora.journal.reader import explain_missing_run, find_newest_run, open_sample_store
 
 
 @pytest.fixture
@@ -43,6 +44,16 @@ def test_without_any_run_none_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     assert explain_missing_run(Path("runs")) == (
         "runs is not the folder of a run: it does not exist; there is no run nearby"
     )
+
+
+def test_samples_of_a_folder_that_does_not_exist_name_the_newest_run(runs: Path) -> None:
+    with (
+        pytest.raises(InputError, match="it does not exist; the newest run nearby is"),
+        open_sample_store(runs.parent / "nowhere"),
+    ):
+        pass
+    with pytest.raises(InputError, match="the run has no responses yet"), open_sample_store(runs / "a"):
+        pass
 
 
 def test_a_run_with_a_configuration_only_has_not_started(tmp_path: Path) -> None:

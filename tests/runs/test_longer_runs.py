@@ -70,9 +70,9 @@ def test_a_stopped_run_gets_more_steps(resumable: ResumableRun) -> None:
     stopped_after = summary(out)["steps"]
     sentence = "trainer.lr_decay = 'linear' lowers the learning rate to 0 at step 4, so the schedule"
     assert sentence in refusal(out, f"run.steps={STEPS}")
-    assert "trainer.lr_decay was 'linear' and cannot become 'constant'" in refusal(
-        out, "trainer.lr_decay=constant"
-    )
+    refused = refusal(out, "trainer.lr_decay=constant")
+    assert "trainer.lr_decay was 'linear' and cannot become 'constant'" in refused
+    assert "it may change together with a larger run.steps" in refused
     ended = resumable.resume(run__steps=STEPS, **CONSTANT).end()
     check_finished(out, ended)
     assert summary(out)["redone_steps"] > 0

@@ -272,6 +272,8 @@ def read_responses(run: Path, rows: Iterable[SampleRow]) -> list[StoredResponse 
 def open_sample_store(run: Path) -> Iterator[sqlite3.Connection]:
     """Open the sample store read-only. Raises InputError if it is missing or cannot be read."""
     path = run / SAMPLES_FILE
+    if not run.is_dir():
+        raise InputError(explain_missing_run(run))
     if not path.is_file():
         raise InputError(f"{path} does not exist: the run has no responses yet, or the file was removed")
     # A closed store has no write-ahead log; it can be in a read-only folder.

@@ -101,6 +101,8 @@ def resumed_config(run: Path, overrides: Sequence[str]) -> Config:
                 if key == "run.steps"
                 else f"start another run, or change only {', '.join(CHANGEABLE_KEYS)}"
             )
+            if key == LR_DECAY:
+                remedy = "it may change together with a larger run.steps"
             raise InputError(
                 f"--resume {run}: {key} was {old!r} and cannot become {new!r}, because the recorded steps "
                 f"depend on it; {remedy}"
