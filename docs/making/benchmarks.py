@@ -20,6 +20,7 @@ MADE_BY = {
     "faults_vllm": "faults",
     "faults_nixl": "faults",
     "faults_sglang": "faults",
+    "faults_sglang_nixl": "faults",
     "gpu": "gpu_results",
     "migration_sglang": "migration",
     "migration_vllm": "migration",

@@ -21,7 +21,8 @@ FLEETS = {
 SERVERS = {  # campaigns
     "faults_vllm": "vLLM, KV in files",
     "faults_nixl": "vLLM, KV over NIXL",
-    "faults_sglang": "SGLang",
+    "faults_sglang": "SGLang, KV in files",
+    "faults_sglang_nixl": "SGLang, KV over NIXL",
 }
 
 
