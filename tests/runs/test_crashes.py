@@ -5,13 +5,22 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Sequence
+from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 from tests.runs.conftest import StartRun
 from tests.runtime.running import CommandResult, Run, dora, journal, summary, wait_until_gone
 
+from dora.config import load
+from dora.core.types import RequestId
+from dora.engine.request import Request
+from dora.errors import DataError
 from dora.model.pretrained import load_pretrained
+from dora.runtime.run import train
+from dora.runtime.run_setup import RunSetup
 
 ENGINES, TRAINER = slice(0, 2), 2
 SLOW = {"engine__min_step_time": "60ms", "run__steps": 5}  # every response takes more than a second
@@ -172,3 +181,22 @@ def test_a_run_whose_weight_store_is_removed_says_so_and_can_be_resumed(start_ru
     assert (resumed.code, resumed.err) == (0, "")
     assert "2 trained steps kept" in resumed.out
     assert "C1 kept, C2 kept, C3 kept" in resumed.out
+
+
+class LateSetup(RunSetup):
+    """A prompt turns out to be wrong once the run has begun."""
+
+    def requests(self, ids: Sequence[RequestId], version: int) -> list[Request]:
+        if ids[0].group.row >= 2:
+            raise DataError("row 2 cannot be encoded")
+        return super().requests(ids, version)
+
+
+def test_wrong_input_that_is_found_late_removes_no_file(task: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(DataError, match="row 2 cannot be encoded"):
+        train(load.read_config(task, ["data.shuffle=false"]), out, Console(quiet=True), LateSetup)
+    assert journal(out)
+    resumed = dora("train", "--resume", out)
+    assert resumed.code == 0, resumed
+    assert (summary(out)["c1"], summary(out)["c2"], summary(out)["c3"]) == (True, True, True)

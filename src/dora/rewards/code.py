@@ -108,8 +108,8 @@ class PassedTests:
         If a call ends the process or takes too long, the assertions after it are evaluated in another one.
         """
         found: list[list[str]] = []
-        num_bytes, goes_on = _VALUES_BYTES, True
-        while goes_on and num_bytes > 0 and (rest := assertions[len(found) :]):
+        num_bytes, may_continue = _VALUES_BYTES, True
+        while may_continue and num_bytes > 0 and (rest := assertions[len(found) :]):
             limits = self._limits(len(rest), deadline_s, num_bytes)
             if limits is None:
                 break
@@ -118,7 +118,7 @@ class PassedTests:
             num_bytes -= len(output)
             lines = iter(output.decode(errors="replace").split("\n")[:-1])
             is_loaded = next(lines, None) is not None
-            goes_on = is_loaded and not self._all_or_nothing
+            may_continue = is_loaded and not self._all_or_nothing
             for assertion in rest:
                 found.append([*islice(lines, len(assertion.calls))])
                 if len(found[-1]) < len(assertion.calls):
