@@ -463,7 +463,7 @@ def test_a_run_without_damage_has_no_findings(finished: Path) -> None:
     assert findings(finished) == []
     result = audit.check(finished)
     assert result.notes == ()
-    assert (result.stored.num_samples > 24, result.files.num_files) == (True, 6)
+    assert (result.stored.num_samples > 24, result.files.num_files) == (True, 7)
     printed = dora("audit", finished, "--deep", "32")
     assert (printed.code, printed.err) == (0, "")
     for words in ("C1 ok", "C2 ok", "C3 ok", "files ok", "replay agrees", "log-probs ok", "rewards ok"):

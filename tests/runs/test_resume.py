@@ -58,7 +58,9 @@ def test_a_run_that_was_killed_three_times_finishes(resumable: ResumableRun) -> 
         assert "start' no longer holds the weights that the run started with" in refusal(resumable.out)
     run = resumable.resume(**SLOW)
     resumable.kill_after(run, 20)
-    assert f"resumed from {checkpoints / 'step-2'}: 2 trained steps kept" in run.end().out
+    printed = run.end().out
+    assert f"resumed from {checkpoints / 'step-2'}: 2 trained steps kept" in printed
+    assert "has changed" not in printed
     check_finished(resumable.out, resumable.resume().end())
     after = resumable.samples()
     assert {key: after[key][:3] for key in scored} == {key: row[:3] for key, row in scored.items()}
@@ -112,10 +114,16 @@ def test_a_run_stopped_by_ctrl_c_resumes_where_it_was(resumable: ResumableRun) -
     assert run.end().code == 130
     assert f"dora train --resume {resumable.out} resumes the run" in run.end().out
     stopped = summary(resumable.out)
+    reward = resumable.task.parent / "task.py"
+    first = reward.read_text()
+    reward.write_text(f"{first}\n# changed\n")
     ended = resumable.resume(engine__num_engines=1).end()
     assert f"{stopped['steps']} trained steps kept, 0 redone" in ended.out
+    assert f"warning: {reward} has changed; the steps from now on use the new file" in ended.out
     check_finished(resumable.out, ended)
     assert summary(resumable.out)["redone_steps"] == 0
+    copies = {path.read_text() for path in (resumable.out / "code").glob("reward.function.*.py")}
+    assert copies == {first, reward.read_text()}
 
 
 def test_a_run_killed_before_its_last_checkpoint_finishes(resumable: ResumableRun) -> None:

@@ -11,6 +11,7 @@ from tests.runtime.running import settings
 from tests.runtime.tiny import CHARACTERS, write_task
 
 from dora.config.load import read_config
+from dora.runtime import run_dir
 from dora.runtime.run_setup import RunSetup
 
 BAD: dict[str, tuple[dict[str, object], str]] = {
@@ -171,6 +172,20 @@ def test_a_folder_that_holds_a_run_is_not_changed(
     assert f"already holds a run: resume it with --resume {tmp_path}" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["journal.jsonl"]
     assert (tmp_path / "journal.jsonl").read_text() == "recorded"
+
+
+def test_a_released_folder_has_only_files_that_are_not_the_run_s(task: Path, tmp_path: Path) -> None:
+    out, config = tmp_path / "run", read_config(task)
+    run_dir.claim(out, config)
+    (copy,) = run_dir.copy_code(out, config)
+    assert (out / copy).read_text() == (task.parent / "task.py").read_text()
+    run_dir.release(out)
+    assert not out.exists()
+    run_dir.claim(out, config)
+    run_dir.copy_code(out, config)
+    (out / "code" / "own.py").write_text("")
+    run_dir.release(out)
+    assert [path for path in out.rglob("*") if path.is_file()] == [out / "code" / "own.py"]
 
 
 def test_a_dry_run_describes_the_run_and_writes_nothing(

@@ -229,6 +229,8 @@ class _Session:
             seq=previous.next_seq if previous else None,
             fsync=config.journal.fsync,
         )
+        if copies := run_dir.copy_code(setup.out, config):
+            self._journal.record_files(copies)
         self._has_begun = False
         self._finished_steps: list[StepRecord] = []  # not written to metrics.jsonl yet
         self._due_checkpoint: str | None = None  # the orchestrator's snapshot to save

@@ -15,16 +15,19 @@ from typing import Any
 import psutil
 
 from dora.atomic_file import write_text_atomically
-from dora.config.schema import Config
+from dora.config.schema import Config, iter_values
 from dora.config.toml import to_toml
 from dora.errors import InputError
 from dora.journal.reader import JOURNAL_FILE, explain_missing_run
+from dora.journal.writer import file_digest
 from dora.metrics import status
 from dora.metrics.status import DRIVER_FILE, driver_of, is_alive
 from dora.metrics.writer import TRACKER_IDS_FILE
 from dora.runtime.run_setup import UPLOADED_PROMPTS
 
 SAMPLES = "samples.sqlite"
+CODE = "code"  # has copies of the user's files
+CODE_FILES = f"{CODE}/*.{'[0-9a-f]' * 12}.py"
 INCOMING_PARTS = "incoming/parts"  # uploads of an external trainer that are not complete
 RUN_FILES = (
     "config.toml",
@@ -78,6 +81,26 @@ def release(out: Path) -> None:
 def _clear(out: Path, kept: Collection[str] = ()) -> None:
     for name in {*RUN_FILES} - {*kept}:
         (out / name).unlink(missing_ok=True)
+    for copy in out.glob(CODE_FILES):
+        copy.unlink()
+    with contextlib.suppress(OSError):
+        (out / CODE).rmdir()
+
+
+def code_files(config: Config) -> dict[str, Path]:
+    """The user's files, each by the path of its copy in the run folder: code/KEY.DIGEST.py."""
+    names = ((key, value.rpartition(":")[0]) for key, value in iter_values(config) if isinstance(value, str))
+    files = [(key, Path(name)) for key, name in names if name.endswith(".py")]
+    return {f"{CODE}/{key}.{file_digest(file)[:12]}.py": file for key, file in files}
+
+
+def copy_code(out: Path, config: Config) -> dict[str, str]:
+    """Copy the user's files into the run folder; returns the SHA-256 of each copy by its path there."""
+    files = code_files(config)
+    for name, file in files.items():
+        (out / CODE).mkdir(exist_ok=True)
+        shutil.copyfile(file, out / name)
+    return {name: file_digest(out / name) for name in files}
 
 
 def write_summary(out: Path, summary: dict[str, Any]) -> None:

@@ -39,6 +39,7 @@ from dora.model.weights import weight_digest
 from dora.runtime.recovery.resume import (
     check_initial_weights,
     earlier_schedules,
+    find_changed_code,
     find_checkpoint,
     find_damaged_results,
 )
@@ -126,7 +127,7 @@ def read_previous_run(setup: RunSetup, journal: Journal, samples: SampleStore) -
     lines = journal.lines
     _check_prompts(setup, samples)
     step, checkpoint, warnings = find_checkpoint(setup.out, journal)
-    warnings += find_damaged_results(setup.out)
+    warnings += (*find_damaged_results(setup.out), *find_changed_code(setup.config, journal))
     check_initial_weights(setup.config, journal, has_checkpoint=checkpoint is not None)
     voided = _voided_lines(lines, step)
     replay = _JournalReplay(setup, samples, voided, checkpoint, journal.limits.num_steps)

@@ -29,7 +29,7 @@ from dora.journal.writer import file_digest
 from dora.metrics.status import driver_of
 from dora.model.pretrained import load_pretrained
 from dora.model.weights import weight_digest
-from dora.runtime.run_dir import INCOMING_PARTS
+from dora.runtime.run_dir import CODE, INCOMING_PARTS, code_files
 from dora.text import plural
 from dora.trainer.checkpoint import SNAPSHOT_FILE
 from dora.trainer.checkpoint_folders import (
@@ -237,6 +237,13 @@ def find_damaged_results(run: Path) -> tuple[str, ...]:
     """A warning if the summary, which a resume replaces, is damaged."""
     is_damaged = (run / SUMMARY).is_file() and _read_json_object(run / SUMMARY) is None
     return (f"{run / SUMMARY} is damaged and is written again at the end",) if is_damaged else ()
+
+
+def find_changed_code(config: Config, journal: Journal) -> tuple[str, ...]:
+    """A warning for each of the user's files that has changed since the run used it last."""
+    copies = [line.sha256 for line in journal.files if any(n.startswith(CODE) for n in line.sha256)]
+    changed = [file for name, file in code_files(config).items() if copies and name not in copies[-1]]
+    return tuple(f"{file} has changed; the steps from now on use the new file" for file in changed)
 
 
 def _read_json_object(path: Path) -> dict[str, Any] | None:
