@@ -68,6 +68,8 @@ def test_wrong_input_raises_and_leaves_no_run(tmp_path: Path) -> None:
     task = write_task(tmp_path)
     with pytest.raises(ConfigError, match=r"trainer\.lr = -1: input should be greater than 0"):
         dora.train(task, tmp_path / "run", {"trainer.lr": -1})
+    with pytest.raises(ConfigError, match="policy_loss_options has no effect"):
+        dora.train(task, tmp_path / "run", {"algorithm.policy_loss_options": {"decay": 0.9}})
     with pytest.raises(ConfigError, match=r"the configuration with its overrides:\n.*model"):
         dora.train({"run": {"steps": 1}}, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -21,7 +21,7 @@ import psutil
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dora.config import load as config_files
-from dora.config.toml import to_toml
+from dora.config.toml import to_literal, to_toml
 from dora.errors import InputError, RunError
 from dora.metrics.status import RunStatus, driver_of, read_status
 from dora.metrics.writer import METRICS_FILE, read_metrics
@@ -246,7 +246,7 @@ def train(
 
 def _to_toml_value(key: str, value: object) -> str:
     try:
-        return json.dumps(value)
+        return to_literal(value)
     except TypeError as error:
         raise InputError(
             f"override {key} = {value!r}: {error}; give a TOML value, such as 'file.py:name' for a function"

@@ -30,11 +30,12 @@ def test_functions_of_ones_own_are_a_loss_and_an_estimator(file: Path) -> None:
     """Their files are beside the configuration's. All settings of losses reach the function."""
     (file.parent / "own.py").touch()
     functions = "policy_loss = 'own.py:loss'\nadv_estimator = 'own:advantages'"
-    settings = "clip_ratio_c = 2.0\ndpo_beta = 0.2"
+    settings = "clip_ratio_c = 2.0\ndpo_beta = 0.2\npolicy_loss_options = {decay = 0.9}"
     file.write_text(f"{file.read_text()}\n[algorithm]\n{functions}\n{settings}\n")
     algorithm = read_config(file, ["sampling.group_size=1"]).algorithm
     assert algorithm.policy_loss == f"{file.parent.resolve()}/own.py:loss"
     assert algorithm.adv_estimator == "own:advantages"
+    assert algorithm.policy_loss_options == {"decay": 0.9}
     assert "own.py does not exist" in error_of(file, "algorithm.policy_loss=nowhere/own.py:loss")
     assert 'or a function, "file.py:function"' in error_of(file, "algorithm.policy_loss=pp_clip")
 
@@ -56,6 +57,7 @@ def test_an_unclipped_loss_on_stale_samples_is_refused_with_reason_and_remedy(fi
         (["correction.token=tis"], "correction.token = tis with correction.proximal = behavior"),
         (["correction.proximal=recomputed"], "choose token = tis or icepop"),
         (["correction.mis_low=1.2"], "correction.mis_low = 1.2: input should be less than or equal to 1"),
+        (["algorithm.policy_loss_options={decay = 0.9}"], "without a policy_loss of your own"),
         (["algorithm.clip_ratio_c=1.0"], "algorithm.clip_ratio_c = 1.0: input should be greater than 1"),
         (["algorithm.adv_estimator=ppo"], "algorithm.adv_estimator = 'ppo': input should be 'grpo'"),
         ([GAE, "algorithm.filter_groups=true"], "gae compares rewards with values of the critic"),

@@ -40,6 +40,21 @@ def test_paths_of_overrides_are_relative_to_the_working_directory(
     assert f"this path is relative to {elsewhere}" in error_of(file, "data.path=prompts.jsonl")
 
 
+def test_an_override_may_change_one_key_of_a_table(file: Path) -> None:
+    """A path in the table stays relative to the file, unless the override names it."""
+    file.write_text(
+        f'{file.read_text()}\n[engine.options]\npython = "bin/python"\narguments = ["--seed", "7"]\n'
+    )
+    vllm = "engine.backend=vllm"
+    config = read_config(file, [vllm, "engine.options.min_step_s=0.5"])
+    python = str(file.parent.resolve() / "bin/python")
+    assert config.engine.options == {"python": python, "arguments": ["--seed", "7"], "min_step_s": 0.5}
+    config = read_config(file, [vllm, "engine.options.python=own/python"])
+    assert config.engine.options == {"python": f"{Path.cwd()}/own/python", "arguments": ["--seed", "7"]}
+    problem = "trainer.lr = {'x': 1}: input should be a valid number"
+    assert problem in error_of(file, "trainer.lr.x=1")
+
+
 def test_built_in_names_and_modules_are_not_paths(file: Path) -> None:
     config = read_config(file, ["data.path=gcd", "eval.path=gcd", "reward.function=dora.rewards.gcd:reward"])
     assert (config.data.path, config.eval.path) == ("gcd", "gcd")

@@ -153,6 +153,14 @@ def test_an_estimator_of_ones_own_gets_the_shaped_rewards_of_one_group() -> None
     assert settings.group_advantages([1.0, 1.0], [5, 5]) == [0.0, 0.0]
 
 
+def test_an_estimator_of_ones_own_may_take_the_lengths(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    ratios = "[reward / num for reward, num in zip(rewards, num_tokens)]"
+    file.write_text(f"from builtins import list\ndef per_token(rewards, num_tokens):\n    return {ratios}\n")
+    assert AdvantageSettings(f"{file}:per_token").group_advantages([1.0, 3.0], [5, 6]) == [0.2, 0.5]
+    assert AdvantageSettings(f"{file}:list").group_advantages([1.0, 3.0], [5, 6]) == [1.0, 3.0]
+
+
 @pytest.mark.parametrize(
     ("body", "error"),
     [

@@ -371,8 +371,14 @@ def test_a_loss_of_ones_own_that_fails_is_refused_by_name(tmp_path: Path, body: 
         check_own_loss(f"{file}:loss", LossSettings(), has_reference=False)
 
 
-def test_a_loss_of_ones_own_may_read_the_settings_and_the_reference(tmp_path: Path) -> None:
+def test_a_loss_of_ones_own_may_read_all_inputs_and_its_options(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
-    loss = "settings.dpo_beta * (tokens.logprobs - tokens.reference_logprobs), tokens.logprobs > 0"
-    file.write_text(f"def loss(tokens, settings):\n    return {loss}\n")
-    check_own_loss(f"{file}:loss", LossSettings(dpo_beta=0.5), has_reference=True)
+    terms = "tokens.logprobs - tokens.reference_logprobs - tokens.behavior_logprobs"
+    loss = f"settings.dpo_beta * ({terms}) * decay**tokens.staleness, tokens.logprobs > 0"
+    file.write_text(f"def loss(tokens, settings, decay):\n    return {loss}\n")
+    name, settings = f"{file}:loss", LossSettings(dpo_beta=0.5)
+    check_own_loss(name, settings, has_reference=True, options={"decay": 0.9})
+    for options in ({}, {"decay": 0.9, "other": 1}):
+        problem = f"TypeError: .*arguments in algorithm.policy_loss_options: {', '.join(options) or 'none'}$"
+        with pytest.raises(ConfigError, match=problem):
+            check_own_loss(name, settings, has_reference=True, options=options)

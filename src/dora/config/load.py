@@ -91,7 +91,12 @@ def _read(tables: dict[str, Any], changes: Sequence[Override], name: Path | str,
         problems = [_explain(details) for details in error.errors()]
         raise ConfigError("\n".join([f"{name} with its overrides:", *problems])) from error
     base, overridden = folder.resolve(), {f"{change.section}.{change.key}" for change in changes}
-    return _resolve_paths(config, lambda key: Path.cwd() if key in overridden else base)
+
+    def folder_of(key: str) -> Path:
+        is_overridden = key in overridden or key.rpartition(".")[0] in overridden
+        return Path.cwd() if is_overridden else base
+
+    return _resolve_paths(config, folder_of)
 
 
 def parse_config(tables: Mapping[str, Any]) -> Config:
@@ -186,8 +191,10 @@ def _apply_override(tables: dict[str, Any], change: Override) -> None:
         table = _table_named(tables, section, name)
     else:
         table = tables.setdefault(section, {})
+    key, *inner = key.split(".", 1)  # a key of a table such as engine.options
     if isinstance(table, dict):
-        table[key] = value
+        outer = table.get(key)
+        table[key] = (outer if isinstance(outer, dict) else {}) | {inner[0]: value} if inner else value
 
 
 def _table_named(tables: dict[str, Any], section: str, name: str) -> dict[str, Any]:
@@ -300,9 +307,9 @@ def _resolve(section: str, prefix: str, table: Section, folder_of: Callable[[str
             path = _existing_path(key, value, folder_of(key), built_in, PATHS[rule], revision)
             changes |= {attribute: path} | ({"revision": commit_of(path)} if "revision" in fields else {})
         elif rule in ("engine.options", "fleet.options"):
-            changes[attribute] = _resolve_python(value, folder_of(key))
+            changes[attribute] = _resolve_python(value, folder_of(f"{key}.python"))
         elif rule == "reward_task.options":
-            changes[attribute] = _resolve_file(value, folder_of(key))
+            changes[attribute] = _resolve_file(value, folder_of(f"{key}.path"))
     return table.model_copy(update=changes)
 
 

@@ -303,6 +303,8 @@ class AlgorithmSection(Section):
     online_dpo: DPO on the best and the worst response of each group. Or a function, "file.py:function" or
     "package.module:function".
     """
+    policy_loss_options: dict[str, JsonValue] = {}
+    """Keyword arguments of a policy_loss of your own."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses are aggregated, as in verl."""
     clip_ratio_low: float = Field(default=0.2, ge=0, le=1)

@@ -55,14 +55,14 @@ def _default_lines(key: str, field: FieldInfo, *, is_comment: bool) -> Iterator[
 
 
 def _assignment(key: str, value: Any) -> str:
-    return f"{key} = {_literal(value)}"
+    return f"{key} = {to_literal(value)}"
 
 
-def _literal(value: Any) -> str:
-    """JSON and TOML write everything but tables alike."""
+def to_literal(value: Any) -> str:
+    """A value in TOML, on one line. Raises TypeError. JSON and TOML write everything but tables alike."""
     if isinstance(value, dict):
-        pairs = (f"{json.dumps(key, ensure_ascii=False)} = {_literal(own)}" for key, own in value.items())
+        pairs = (f"{json.dumps(key, ensure_ascii=False)} = {to_literal(own)}" for key, own in value.items())
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_literal, value)) + "]"
+        return "[" + ", ".join(map(to_literal, value)) + "]"
     return json.dumps(value, ensure_ascii=False)

@@ -621,6 +621,8 @@ def _unused_for_the_loss(config: Config) -> Iterator[Unused]:
         yield "algorithm", reason, *keys
     elif not has_own_loss:
         yield "algorithm", "without policy_loss = online_dpo", "dpo_beta"
+    if not has_own_loss:
+        yield "algorithm", "without a policy_loss of your own", "policy_loss_options"
     settings = algorithm.policy_loss, correction.proximal, config.orchestrator.max_staleness
     never_clipped = recipe.never_clipped_reason(*settings, config.trainer.mini_batch_tokens)
     if never_clipped is not None:

@@ -126,7 +126,7 @@ def check_own_functions(config: Config) -> None:
     if is_own(algorithm.adv_estimator):
         rewards = [float(sibling % 2) for sibling in range(config.sampling.group_size)]
         try:
-            own_advantages(algorithm.adv_estimator, rewards)
+            own_advantages(algorithm.adv_estimator, rewards, [*range(1, len(rewards) + 1)])
         except RunError as error:
             raise ConfigError(f"{error}") from error
     if is_own(algorithm.policy_loss):
@@ -136,7 +136,8 @@ def check_own_functions(config: Config) -> None:
             algorithm.clip_ratio_c,
             algorithm.dpo_beta,
         )
-        check_own_loss(algorithm.policy_loss, settings, has_reference=algorithm.kl_loss_coef > 0)
+        has_reference, options = algorithm.kl_loss_coef > 0, algorithm.policy_loss_options
+        check_own_loss(algorithm.policy_loss, settings, has_reference=has_reference, options=options)
 
 
 def check_critic(config: Config, policy: ModelConfig) -> None:
@@ -799,6 +800,7 @@ class RunSetup:
             clip_ratio_c=config.algorithm.clip_ratio_c,
             dpo_beta=config.algorithm.dpo_beta,
             policy_loss=config.algorithm.policy_loss,
+            policy_loss_options=config.algorithm.policy_loss_options,
             correction=Correction(**config.correction.model_dump()),
             kl_loss_coef=config.algorithm.kl_loss_coef,
             kl_loss_type=config.algorithm.kl_loss_type,

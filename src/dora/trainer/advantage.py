@@ -6,6 +6,7 @@ import torch. `recipe.ADVANTAGE_SCOPE` lists which estimators need a group and w
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -166,24 +167,30 @@ _GROUP_ESTIMATORS: Mapping[str, Callable[[Rewards], list[float]]] = MappingProxy
 
 
 @cache
-def _own_estimator(name: str) -> Callable[[list[float]], Sequence[float]]:
-    function: Callable[[list[float]], Sequence[float]] = load_attribute(name, ESTIMATOR_KEY, ConfigError)
-    return function
+def _own_estimator(name: str) -> tuple[Callable[..., Sequence[float]], bool]:
+    """The user's function, and whether it takes the lengths of the responses."""
+    function = load_attribute(name, ESTIMATOR_KEY, ConfigError)
+    try:
+        return function, "num_tokens" in inspect.signature(function).parameters
+    except ValueError:  # written in C
+        return function, False
 
 
-def own_advantages(name: str, rewards: Rewards) -> list[float]:
+def own_advantages(name: str, rewards: Rewards, num_tokens: Sequence[int]) -> list[float]:
     """Advantages of one group's responses, by the user's function `name`.
 
-    The function gets the group's rewards as a list, and returns as many finite numbers. Raises ConfigError if
-    it cannot be loaded, RunError if it fails.
+    The function gets the group's rewards as a list, and their lengths if it has the parameter `num_tokens`.
+    It returns as many finite numbers. Raises ConfigError if it cannot be loaded, RunError if it fails.
     """
-    own, problem = _own_estimator(name), f"{ESTIMATOR_KEY} = {name!r}: for the rewards {[*rewards]} it"
+    own, takes_lengths = _own_estimator(name)
+    problem = f"{ESTIMATOR_KEY} = {name!r}: for the rewards {[*rewards]} it"
     try:
-        returned = own([*rewards])
+        returned = own([*rewards], num_tokens=[*num_tokens]) if takes_lengths else own([*rewards])
         advantages = [float(advantage) for advantage in returned]
     except Exception as error:
         raise RunError(
             f"{problem} raised {describe_call(name, error)}; correct it. It is called with a list of rewards"
+            f"{', and num_tokens' if takes_lengths else ''}"
         ) from error
     if len(advantages) != len(rewards) or not all(map(math.isfinite, advantages)):
         raise RunError(f"{problem} returned {returned}; correct it to return a finite number per response")
@@ -197,10 +204,11 @@ def compute_advantages(
 
     reinforce_plus_plus (arXiv 2501.03262, with discount 1) whitens the rewards over the batch; its baseline
     variant first subtracts the group's mean. The other estimators need the group alone, so a part of a batch
-    gives the same values. `num_tokens` are the response lengths, which only whitening uses.
+    gives the same values. `num_tokens` are the response lengths, for whitening and own estimators.
     """
     if is_own(estimator):
-        return [own_advantages(estimator, group) for group in rewards]
+        groups = zip(rewards, num_tokens, strict=True)
+        return [own_advantages(estimator, group, lengths) for group, lengths in groups]
     scores = [_GROUP_ESTIMATORS[estimator](group) for group in rewards]
     if estimator not in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         return scores

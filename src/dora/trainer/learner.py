@@ -169,7 +169,7 @@ class GradientAccumulator:
     def __init__(self, policy: Policy, settings: TrainerSettings, reference: Policy | None) -> None:
         """`reference` is the policy of the KL term and of pairs, if the trainer computes it."""
         self._policy, self._settings, self._reference = policy, settings, reference
-        self._policy_loss = policy_loss_function(settings.policy_loss)
+        self._policy_loss = policy_loss_function(settings.policy_loss, settings.policy_loss_options)
 
     def accumulate(self, samples: Sequence[Sample], metrics: StepMetrics) -> None:
         """Add the gradient of one micro-batch, times the batch's divisor, and its sums to `metrics`."""
@@ -209,7 +209,15 @@ class GradientAccumulator:
         if self._reference is not None:
             with torch.no_grad():
                 reference, _ = self._reference.logprobs(batch)
-        inputs = LossInputs(logprobs, corrected.old_logprobs, tokens.advantages, tokens.lengths, reference)
+        inputs = LossInputs(
+            logprobs,
+            corrected.old_logprobs,
+            tokens.advantages,
+            tokens.lengths,
+            reference,
+            tokens.behaviour,
+            tokens.staleness,
+        )
         losses, is_clipped = self._policy_loss(inputs, settings)
         losses = losses * corrected.weights
         metrics.pg_loss += (losses.detach() * tokens.weights).sum().double()

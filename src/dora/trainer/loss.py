@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from dora.trainer.recipe import KLEstimator, LossAggMode
 LOSS_KEY = "algorithm.policy_loss"
 MAX_LOG_RATIO = 20.0  # larger log-ratios carry no information, and exp of them may overflow
 MAX_K3 = 10.0  # nats; verl's bound on one token of its low-variance estimate
+_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class LossInputs:
     """N tokens of B whole responses, one response after another.
 
     `logprobs` carry the gradient. `old_logprobs` are the denominator of the ratio, `advantages` are per
-    token; all [N]. `num_tokens` are the B response lengths, each at least 1.
+    token; all [N]. `num_tokens` are the B response lengths, each at least 1. In a run, losses of one's own
+    also get `behavior_logprobs` [N], of the versions that sampled the tokens, and `staleness` [N] (versions).
     """
 
     logprobs: Tensor
@@ -53,6 +55,8 @@ class LossInputs:
     advantages: Tensor
     num_tokens: Sequence[int]
     reference_logprobs: Tensor | None = None
+    behavior_logprobs: Tensor | None = None
+    staleness: Tensor | None = None
 
 
 # The loss of every token [N] and whether clipping decided it [N].
@@ -218,20 +222,24 @@ POLICY_LOSSES: Mapping[str, PolicyLossFunction] = MappingProxyType(
 )
 
 
-def policy_loss_function(name: str) -> PolicyLossFunction:
-    """The loss of a name in `POLICY_LOSSES`, or the user's own, "file.py:function". Raises ConfigError."""
+def policy_loss_function(name: str, options: Mapping[str, Any] = _NO_OPTIONS) -> PolicyLossFunction:
+    """The loss of a name in `POLICY_LOSSES`, or the user's own, "file.py:function".
+
+    `options` are keyword arguments of the user's own. Raises ConfigError.
+    """
     if name in POLICY_LOSSES:
         return POLICY_LOSSES[name]
-    own: PolicyLossFunction = load_attribute(name, LOSS_KEY, ConfigError)
+    own: Callable[..., object] = load_attribute(name, LOSS_KEY, ConfigError)
 
     def checked(tokens: LossInputs, settings: LossSettings) -> tuple[Tensor, Tensor]:
         try:
-            returned: object = own(tokens, settings)
+            returned = own(tokens, settings, **options)
         except Exception as error:
             hint = ", whose reference_logprobs are None without algorithm.kl_loss_coef"
             raise RunError(
                 f"{LOSS_KEY} = {name!r} raised {describe_call(name, error)}; correct it. It is called with "
-                f"LossInputs{hint if tokens.reference_logprobs is None else ''}, and LossSettings"
+                f"LossInputs{hint if tokens.reference_logprobs is None else ''}, LossSettings, and the "
+                f"arguments in {LOSS_KEY}_options: {', '.join(options) or 'none'}"
             ) from error
         shape = tokens.logprobs.shape
         match returned:
@@ -256,13 +264,20 @@ def _describe(returned: object) -> str:
     return type(returned).__name__
 
 
-def check_own_loss(name: str, settings: LossSettings, has_reference: bool) -> None:
+def check_own_loss(
+    name: str,
+    settings: LossSettings,
+    *,
+    has_reference: bool,
+    options: Mapping[str, Any] = _NO_OPTIONS,
+) -> None:
     """Call the user's own loss with two short responses. Raises ConfigError, also if it has no gradient."""
-    function = policy_loss_function(name)
+    function = policy_loss_function(name, options)
     logprobs = torch.tensor([-0.5, -1.0, -2.0, -0.1, -3.0], requires_grad=True)
     old = logprobs.detach() - torch.tensor([0.1, -0.1, 0.0, 0.3, -0.3])
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0])
-    inputs = LossInputs(logprobs, old, advantages, [2, 3], old if has_reference else None)
+    ages = torch.tensor([0, 0, 1, 1, 1])
+    inputs = LossInputs(logprobs, old, advantages, [2, 3], old if has_reference else None, old, ages)
     try:
         losses, _ = function(inputs, settings)
         losses.sum().backward()
