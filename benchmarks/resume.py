@@ -12,6 +12,7 @@ regenerated_tokens are those of unfinished answers.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -115,7 +116,7 @@ def samples(out: Path) -> dict[tuple[str, int], Sample]:
     query = (
         "select group_id, sibling, token_ids, logprobs, version, reward from samples where reward not null"
     )
-    with sqlite3.connect(out / "samples.sqlite") as db:
+    with contextlib.closing(sqlite3.connect(out / "samples.sqlite")) as db:
         return {(group, sibling): tuple(rest) for group, sibling, *rest in db.execute(query)}
 
 

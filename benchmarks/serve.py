@@ -11,6 +11,7 @@ be in the run folder, every response must have an expected status, and none may 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -78,7 +79,7 @@ def stop(run: subprocess.Popen[bytes]) -> None:
 
 def lost_rewards(out: Path, stats: CallStats) -> list[str]:
     """Acknowledged rewards that the run folder does not have as posted, except those of failed groups."""
-    with sqlite3.connect(f"file:{out / 'samples.sqlite'}?mode=ro", uri=True) as store:
+    with contextlib.closing(sqlite3.connect(f"file:{out / 'samples.sqlite'}?mode=ro", uri=True)) as store:
         rows = store.execute("SELECT group_id, sibling, version, reward FROM samples").fetchall()
     stored = {(group, sibling, version): reward for group, sibling, version, reward in rows}
     records = map(json.loads, (out / "journal.jsonl").read_text().splitlines()[1:])

@@ -10,6 +10,7 @@ one seed for 4 steps, too few to learn.
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import statistics
 import subprocess
@@ -75,7 +76,7 @@ def _result(out: Path) -> dict[str, int | float]:
     summary, rewards = audited_summary(out), rewards_of(out)
     width = max(1, len(rewards) // 10)
     ends = {percent: len(rewards) * percent // 100 for percent in QUARTERS}
-    with sqlite3.connect(out / "samples.sqlite") as samples:
+    with contextlib.closing(sqlite3.connect(out / "samples.sqlite")) as samples:
         (episodes,) = samples.execute("select count(*) from samples where state = 'trained'").fetchone()
     return {
         "steps": len(rewards),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -20,11 +21,11 @@ def os_error(number: int, path: Path | None = None) -> OSError:
 
 def sqlite_error() -> sqlite3.Error:
     """A database that may not grow."""
-    db = sqlite3.connect(":memory:")
-    db.execute("pragma max_page_count = 2")
-    db.execute("create table t (x)")
-    with pytest.raises(sqlite3.Error) as error:
-        db.execute("insert into t values (zeroblob(100000))")
+    with contextlib.closing(sqlite3.connect(":memory:")) as db:
+        db.execute("pragma max_page_count = 2")
+        db.execute("create table t (x)")
+        with pytest.raises(sqlite3.Error) as error:
+            db.execute("insert into t values (zeroblob(100000))")
     return error.value
 
 

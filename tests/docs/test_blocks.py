@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import re
@@ -89,7 +90,7 @@ def test_every_line_of_json_and_every_yaml_parses() -> None:
 
 @pytest.mark.parametrize("block", of_language("sql"), ids=str)
 def test_sql_queries_of_a_trace_run(block: Block) -> None:
-    with sqlite3.connect(":memory:") as db:
+    with contextlib.closing(sqlite3.connect(":memory:")) as db:
         db.execute("create table slice (name, category, ts, dur)")
         slices = [("v0 0/1/0", "requests", 0, 2e9), ("v1 0/2/0", "requests", 5, 1e9), ("v0", "loads", 0, 1)]
         db.executemany("insert into slice values (?, ?, ?, ?)", slices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -168,7 +169,7 @@ def written(name: str, content: str) -> Damage:
 
 def sql(*statements: str) -> Damage:
     def damage(run: Path) -> None:
-        with sqlite3.connect(run / "samples.sqlite") as db:
+        with contextlib.closing(sqlite3.connect(run / "samples.sqlite")) as db, db:
             assert all(db.execute(statement).rowcount > 0 for statement in statements)
 
     return damage

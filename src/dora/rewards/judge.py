@@ -111,7 +111,7 @@ class Judge:
 
     def _open_cache(self, path: Path) -> contextlib.closing[sqlite3.Connection]:
         try:
-            return contextlib.closing(sqlite3.connect(path, _CACHE_TIMEOUT_S, isolation_level=None))
+            return contextlib.closing(sqlite3.connect(path, timeout=_CACHE_TIMEOUT_S, isolation_level=None))
         except sqlite3.Error as error:
             raise RewardError(f"cache = {str(path)!r} cannot be opened: {error}; name a file") from error
 
