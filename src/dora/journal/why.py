@@ -71,16 +71,19 @@ def request_histories(
     timeline = Timeline()
     readers = {request: _RequestReader(request, batch_size, timeline) for request in requests}
     siblings: dict[GroupId, list[_RequestReader]] = {}
+    batches: dict[int, set[_RequestReader]] = {}  # by step
     for request, reader in readers.items():
         siblings.setdefault(request.group, []).append(reader)
     for line in lines:
-        concerned = [*_concerned(line.record, timeline, readers, siblings)]
+        concerned = [*_concerned(line.record, timeline, readers, siblings, batches)]
         for reader in concerned:
             reader.describe(line.t_s, line.record)
         timeline.observe(line.t_s, line.record)
         if isinstance(line.record, Admit):
             for reader in concerned:
                 reader.group = timeline.groups[line.record.group]
+        if isinstance(line.record, Commit):
+            batches.setdefault(line.record.step, set()).update(concerned)
     return {request: reader.finish() for request, reader in readers.items()}
 
 
@@ -89,6 +92,7 @@ def _concerned(
     timeline: Timeline,
     readers: Mapping[RequestId, _RequestReader],
     siblings: Mapping[GroupId, Sequence[_RequestReader]],
+    batches: Mapping[int, Iterable[_RequestReader]],
 ) -> Iterable[_RequestReader]:
     """The readers that a record may concern; most records name one request or group."""
     match record:
@@ -102,7 +106,9 @@ def _concerned(
             engine = timeline.engines.get(record.engine)
             running = () if engine is None else engine.requests
             return [readers[request] for request in running if request in readers]
-        case Train() | StepFailed() | Trained() | Resumed() | TrainerReplaced() | StartEvaluation():
+        case Train() | StepFailed() | Trained():
+            return batches.get(record.step, ())
+        case Resumed() | TrainerReplaced() | StartEvaluation():
             return readers.values()
         case _:
             return ()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -271,7 +273,8 @@ def _row_seconds(
     loaded = [load for load in loads if load.loaded is not None]
     has_weights_s = min((load.until(now) for load in loaded), default=end_s)
     occupied_s = sum(span.until(now) - span.start_s for span in requests)
-    paused_s = sum(_paused_s(span, pauses, now) for span in requests)
+    latest_ends = [*accumulate((pause.until(now) for pause in pauses), max)]
+    paused_s = sum(_paused_s(span, pauses, bisect_right(latest_ends, span.start_s), now) for span in requests)
     loading_s = sum(load.num_paused * load.loaded.stop_s for load in loaded if load.loaded is not None)
     row_s = {
         "decoding": occupied_s - paused_s - loading_s,
@@ -286,11 +289,12 @@ def _row_seconds(
     return {cause: round(max(0.0, seconds), 3) for cause, seconds in row_s.items()}
 
 
-def _paused_s(span: RequestSpan, pauses: Sequence[PauseSpan], now: float) -> float:
-    """How long the engine of a request decoded others only, or nothing."""
+def _paused_s(span: RequestSpan, pauses: Sequence[PauseSpan], first: int, now: float) -> float:
+    """How long the engine of a request decoded others only, or nothing; pauses before `first` have ended."""
     from_s, to_s = span.start_s, span.until(now)
     paused_s, until_s = 0.0, from_s
-    for pause in pauses:  # by their start; a pause of the whole engine and one of some rows may overlap
+    for number in range(first, len(pauses)):
+        pause = pauses[number]  # by their start; a pause of the whole engine and one of some rows may overlap
         if pause.start_s >= to_s:
             break
         if span.request not in pause.requests and pause.until(now) > until_s:
