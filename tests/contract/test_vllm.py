@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -876,13 +877,14 @@ def test_server_plugins_import_without_dora(plugin: str) -> None:
     subprocess.run([sys.executable, "-I", "-c", code, plugin], check=True)
 
 
-def test_run_until_eof_ends_the_whole_process_group() -> None:
-    """Including a process that ignores SIGTERM."""
+def test_run_until_eof_ends_the_whole_process_group(tmp_path: Path) -> None:
+    """Including a process that ignores SIGTERM, and removes the temporary files."""
     stubborn = (
         "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
     )
     body = (
-        "import signal, subprocess, sys\n"
+        "import signal, subprocess, sys, tempfile\n"
+        "tempfile.mkstemp()\n"
         f"child = subprocess.Popen([sys.executable, '-c', {stubborn!r}], stdout=subprocess.PIPE)\n"
         "child.stdout.readline()\n"
         "print(child.pid, flush=True)\n"
@@ -893,10 +895,13 @@ def test_run_until_eof_ends_the_whole_process_group() -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
     ) as runner:
         assert runner.stdout is not None
         assert runner.stdin is not None
         child = psutil.Process(int(runner.stdout.readline()))
+        assert len([*tmp_path.glob("*/*")]) == 1
         runner.stdin.close()
         runner.wait()
     assert wait_until_gone([child]) == []
+    assert not any(tmp_path.iterdir())
