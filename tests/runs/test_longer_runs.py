@@ -51,6 +51,9 @@ def test_a_finished_run_gets_more_steps(resumable: ResumableRun) -> None:
     assert [line.get("num_steps") for line in journal(out) if line["kind"] == "resumed"] == [5, STEPS, None]
     assert rates(out) == [0.01] * STEPS
     assert [found["version"] for found in summary(out)["evaluations"]] == [0, 2, 4, 5, STEPS]
+    for line in (line for line in metrics(out) if "timing_s/step" in line):  # evaluations do not count
+        phases = [line[f"timing_s/{phase}"] for phase in ("wait_for_batch", "train", "publish")]
+        assert line["timing_s/step"] == pytest.approx(sum(phases), abs=2e-4)
     data = run_data(out)
     assert (data["limits"]["num_steps"], data["config"]["run"]["steps"]) == (STEPS, STEPS)
     status: dict[str, Any] = json.loads((out / "status.json").read_text())

@@ -173,11 +173,12 @@ class RunMetrics:
     _has_admitted: bool = False
     _num_live: int = 0  # versions with unfinished requests
     _is_only_evaluating: bool = False
+    _step_started_s: float = 0.0  # as `started_s`, of this step
     _stall_s: float = 0.0  # before this step
 
     def start(self, now: float) -> None:
         """Start measuring."""
-        self.started_s = self.now_s = now
+        self.started_s = self._step_started_s = self.now_s = now
         self.timing.start(now)
 
     def update(
@@ -220,6 +221,7 @@ class RunMetrics:
         elapsed_s, self.now_s = now - self.now_s, now
         if self._is_only_evaluating:
             self.started_s += elapsed_s
+            self._step_started_s += elapsed_s
             self.timing.start(now)
             return
         self.timing.advance(now)
@@ -271,7 +273,7 @@ class RunMetrics:
             staleness=staleness,
             rewards=RewardStats.of([*rewards.values()]),
             num_tokens=sum(num_tokens.values()),
-            wall_s=now - (self.steps[-1].t_s if self.steps else self.started_s),
+            wall_s=now - self._step_started_s,
             stall_s=state.stall_s - self._stall_s,
             staleness_bound=self.limits.max_staleness - state.adaptive_staleness.reduction,
             others={
@@ -284,7 +286,7 @@ class RunMetrics:
                 **self.recoveries.end_step(),
             },
         )
-        self._stall_s = state.stall_s
+        self._step_started_s, self._stall_s = now, state.stall_s
         self.staleness += staleness
         self.trained_tokens += metrics.num_tokens
         self.steps.append(metrics)

@@ -47,9 +47,8 @@ class StepTiming:
         self._spreads_s: list[float] = []  # from the first to the last sibling's finish, in this step
 
     def start(self, now: float) -> None:
-        """The run starts; the time before does not count."""
+        """The time before does not count."""
         self._now_s = now
-        self._spent_s.clear()
 
     def advance(self, now: float) -> None:
         """Account for the time until `now` in the current phases."""
