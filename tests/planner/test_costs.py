@@ -79,6 +79,31 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
         get_model("gpt")
 
 
+def test_devices_beyond_the_kv_heads_hold_copies_of_the_kv() -> None:
+    """Qwen2.5-72B has 8 KV heads: with TP 16, two devices hold each of them, as in vLLM and SGLang."""
+    model = MODELS["qwen2.5-72b"]
+    costs = [EngineCost(model, DEVICES["H200"], EXACT, tp_size) for tp_size in (4, 8, 16)]
+    assert [cost.device_kv_bytes for cost in costs] == [model.kv_bytes / heads for heads in (4, 8, 8)]
+    free = DEVICES["H200"].memory_bytes * 0.9 - model.weight_bytes / 16
+    assert costs[2].kv_capacity == int(free * 8 / model.kv_bytes)
+    read_s = [cost.terms(1, 1).kv_s for cost in costs]
+    assert read_s[0] == pytest.approx(2 * read_s[1])
+    assert read_s[2] == read_s[1]
+
+
+def test_a_tensor_parallel_size_divides_the_attention_heads() -> None:
+    with pytest.raises(InputError, match=r"TP = 8 must divide the 28 attention heads of qwen2\.5-7b"):
+        EngineCost(MODELS["qwen2.5-7b"], DEVICES["H800"], EXACT, 8)
+
+
+@pytest.mark.parametrize(("name", "size"), [("qwen2.5-7b", 28 * 128), ("qwen3-30b-a3b", 32 * 128)])
+def test_attention_takes_the_flops_of_all_heads(name: str, size: int) -> None:
+    """Of Qwen3-30B-A3B they are twice as wide as the hidden state."""
+    model, tokens = MODELS[name], 1000
+    attention = model.forward_flops(tokens, tokens) - tokens * 2 * model.active_parameters
+    assert attention == pytest.approx(4 * model.num_layers * size * tokens**2 / 2, rel=1e-6)
+
+
 def test_a_training_step_takes_its_flops() -> None:
     cost = TrainerCost(LARGE, DEVICES["H800"], 64, Efficiency(train=0.4))
     seconds = cost.sequence_s(2400)

@@ -30,7 +30,7 @@ def test_every_candidate_uses_all_devices_and_keeps_the_bound() -> None:
     assert {(layout.policy, layout.max_staleness) for layout in found} == {
         ("sync", 0), ("one_step", 1), ("dora", 1), ("dora", 2),
     }  # fmt: skip
-    assert {layout.tp_size for layout in found} == {1, 2, 4, 8}
+    assert {layout.tp_size for layout in found} == {1, 2, 4}  # 8 does not divide 28 attention heads
     assert {layout.ep_size for layout in found} == {1}
     assert len({layout.num_rows for layout in found if layout.tp_size == 4}) > 2
 

@@ -260,7 +260,7 @@ def _plan_row(plan: SimulatedPlan) -> TableRow:
     metrics, layout, (cost, num_rows, _) = plan.metrics, plan.deployment.layout, plan.deployment.engines[0]
     weights_gb = cost.device_weight_bytes / 1e9
     kv_usage = min(1.0, metrics["kv_usage_max"])
-    kv_gb = kv_usage * cost.kv_capacity * cost.model.kv_bytes / cost.num_devices / 1e9
+    kv_gb = kv_usage * cost.kv_capacity * cost.device_kv_bytes / cost.ep_size / 1e9
     trainer_gb = cost.model.num_parameters * TRAINING_BYTES_PER_PARAMETER / layout.trainer[1] / 1e9
     return {
         "policy": layout.policy,

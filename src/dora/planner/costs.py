@@ -91,6 +91,11 @@ class EngineCost:
     def __post_init__(self) -> None:
         if min(self.tp_size, self.ep_size) < 1:
             raise InputError(f"TP = {self.tp_size} and EP = {self.ep_size} must be at least 1")
+        if self.model.num_heads % self.tp_size:
+            raise InputError(
+                f"TP = {self.tp_size} must divide the {self.model.num_heads} attention heads of "
+                f"{self.model.name}"
+            )
         if self.ep_size > 1 and self.ep_size > self.model.num_experts:
             raise InputError(
                 f"EP = {self.ep_size} must be at most the number of experts; {self.model.name} has "
@@ -111,12 +116,17 @@ class EngineCost:
     def kv_capacity(self) -> int:
         """Tokens whose KV fits beside the weights."""
         free = self.device.memory_bytes * (1 - MEMORY_RESERVE) - self.device_weight_bytes
-        return max(0, int(free * self.num_devices / self.model.kv_bytes))
+        return max(0, int(free * self.ep_size / self.device_kv_bytes))
 
     @property
     def kv_bytes(self) -> float:
         """KV cache of one token."""
         return self.model.kv_bytes
+
+    @property
+    def device_kv_bytes(self) -> float:
+        """KV cache of one token on each of the devices that share it; no device has less than a KV head."""
+        return self.model.kv_bytes / min(self.tp_size, self.model.num_kv_heads)
 
     @property
     def device_weight_bytes(self) -> float:
@@ -142,7 +152,7 @@ class EngineCost:
 
     def _compute_terms(self, num_rows: int, rank_rows: int) -> StepTimeTerms:
         model, bandwidth = self.model, self.device.memory_bandwidth * self.efficiency.memory
-        kv_s = model.kv_bytes / self.tp_size / bandwidth
+        kv_s = self.device_kv_bytes / bandwidth
         expert_bytes = self._num_read_experts(num_rows) * model.expert_bytes
         weights_s = (model.dense_bytes / self.tp_size + expert_bytes / self.tp_size) / bandwidth
         overhead_s = self.efficiency.decode_step_s + self._collectives_s(num_rows, rank_rows)

@@ -53,7 +53,7 @@ def parse_fleet(text: str) -> tuple[tuple[Device, int], ...]:
     fleet = []
     for part in filter(None, text.replace(" ", "").split(",")):
         name, _, num = part.partition(":")
-        if not num.isdigit() or int(num) < 1:
+        if not num.isdecimal() or int(num) < 1:
             raise InputError(f"{part!r} in {text!r} must be a device and a number, such as A100:32")
         fleet.append((get_device(name), int(num)))
     return tuple(fleet)
@@ -89,10 +89,13 @@ class ModelShape:
     num_layers: int
     hidden_size: int
     kv_values: int  # per token and layer: 2 x KV heads x head size, or the size of a latent cache
+    num_heads: int  # attention heads; a TP size divides them
+    num_kv_heads: int  # more devices than these hold copies of the KV; 1 for a latent cache
     num_active: float = 0.0  # parameters that one token uses; 0: all
     num_expert_parameters: float = 0.0  # of all experts together
     num_experts: int = 0
     experts_per_token: int = 0
+    head_size: int = 0  # of an attention head; 0: `hidden_size` / `num_heads`
 
     @property
     def active_parameters(self) -> float:
@@ -119,19 +122,19 @@ class ModelShape:
 
     def forward_flops(self, tokens: float, context: float) -> float:
         """Forward pass over consecutive tokens, the last of which attends to `context` tokens."""
-        attended = context - tokens / 2
-        return tokens * (2 * self.active_parameters + 4 * self.num_layers * self.hidden_size * attended)
+        attended, size = context - tokens / 2, self.num_heads * self.head_size or self.hidden_size
+        return tokens * (2 * self.active_parameters + 4 * self.num_layers * size * attended)
 
 
 MODELS: dict[str, ModelShape] = {
     model.name: model
     for model in (
-        ModelShape("qwen2.5-0.5b", 0.49e9, 24, 896, 2 * 2 * 64),
-        ModelShape("qwen2.5-7b", 7.6e9, 28, 3584, 2 * 4 * 128),
-        ModelShape("qwen2.5-32b", 32.8e9, 64, 5120, 2 * 8 * 128),
-        ModelShape("qwen2.5-72b", 72.7e9, 80, 8192, 2 * 8 * 128),
-        ModelShape("qwen3-30b-a3b", 30.5e9, 48, 2048, 2 * 4 * 128, 3.3e9, 29.0e9, 128, 8),
-        ModelShape("longcat-flash", 560e9, 56, 6144, 576, 27e9, 540e9, 512, 8),
+        ModelShape("qwen2.5-0.5b", 0.49e9, 24, 896, 2 * 2 * 64, 14, 2),
+        ModelShape("qwen2.5-7b", 7.6e9, 28, 3584, 2 * 4 * 128, 28, 4),
+        ModelShape("qwen2.5-32b", 32.8e9, 64, 5120, 2 * 8 * 128, 40, 8),
+        ModelShape("qwen2.5-72b", 72.7e9, 80, 8192, 2 * 8 * 128, 64, 8),
+        ModelShape("qwen3-30b-a3b", 30.5e9, 48, 2048, 2 * 4 * 128, 32, 4, 3.3e9, 29.0e9, 128, 8, 128),
+        ModelShape("longcat-flash", 560e9, 56, 6144, 576, 64, 1, 27e9, 540e9, 512, 8),
     )
 }
 
