@@ -21,6 +21,11 @@ def test_the_mean_is_that_of_truncated_answers(family: str, tail: float) -> None
     assert drawn.min() >= 1
 
 
+def test_a_mean_near_the_limit_is_met_with_a_heavy_tail() -> None:
+    lengths = LengthDistribution(30_720, 29_000.0, tail=3.0)
+    assert lengths.sample.mean() == pytest.approx(29_000, rel=0.02)
+
+
 def test_siblings_have_the_given_correlation() -> None:
     def correlation(given: float) -> float:
         lengths = LengthDistribution(10**6, 500.0, tail=0.8, correlation=given)

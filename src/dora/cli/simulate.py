@@ -361,10 +361,10 @@ def _make_lengths(
     from dora.planner.lengths import LengthDistribution, read_trace
 
     others["prompt"] = PROMPT_LENGTH if prompt is None else prompt
+    for name, value in (("--column", column), ("--prompt-column", prompt_column)):
+        if value is not None and (trace is None or trace.is_dir()):
+            raise InputError(f"{name} {value} needs --trace with a CSV file")
     if trace is None:
-        for name, value in (("--column", column), ("--prompt-column", prompt_column)):
-            if value is not None:
-                raise InputError(f"{name} {value} needs --trace with a CSV file")
         mean, tail = 2300.0 if mean is None else mean, 1.2 if tail is None else tail
         return LengthDistribution(limit, mean, family or "lognormal", tail, **others)
     given = {"--mean": mean, "--tail": tail, "--family": family}

@@ -6,6 +6,7 @@ that do not divide into engines.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -39,7 +40,10 @@ class Workload:
     def __post_init__(self) -> None:
         if min(self.batch_size, self.group_size) < 1:
             raise InputError(f"batch {self.batch_size} x {self.group_size} must be at least 1 x 1")
+        if not math.isfinite(self.reward_s + self.expert_skew):
+            raise InputError(f"reward {self.reward_s} s and expert skew {self.expert_skew} must be finite")
         self.lengths.check_context(self.context)
+        self.lengths.check_mean()
 
     @property
     def num_answers(self) -> int:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from dora.errors import InputError
 
 CHUNK_SIZE = 1024  # groups that are drawn at once
+MAX_TAIL = 30.0  # of a lognormal, `exp(tail * tail / 2)` is finite
 LENGTH_FAMILIES = ("lognormal", "pareto", "trace")
 Floats = NDArray[np.float64]
 
@@ -62,14 +63,19 @@ class LengthDistribution:
             self._check_trace()
         elif not 1 <= self.mean < self.limit:
             raise InputError(f"mean length {self.mean} must be at least 1 and below the limit {self.limit}")
-        has_delay_between_turns = self.turn_delay_s == 0 or (self.turn_delay_s > 0 and self.num_turns > 1)
+        has_delay_between_turns = 0 < self.turn_delay_s < math.inf and self.num_turns > 1
         for name, value, is_valid, rule in (
-            ("tail", self.tail, self.tail > 0, "above 0"),
+            ("tail", self.tail, 0 < self.tail <= MAX_TAIL, f"above 0 and at most {MAX_TAIL:g}"),
             ("correlation", self.correlation, 0 <= self.correlation <= 1, "between 0 and 1"),
-            ("growth", self.growth, self.growth > -1, "above -1"),
+            ("growth", self.growth, -1 < self.growth < math.inf, "above -1"),
             ("prompt", self.prompt, self.prompt >= 0, "at least 0"),
             ("turns", self.num_turns, self.num_turns >= 1, "at least 1"),
-            ("turn delay", self.turn_delay_s, has_delay_between_turns, "0, or above 0 with at least 2 turns"),
+            (
+                "turn delay",
+                self.turn_delay_s,
+                self.turn_delay_s == 0 or has_delay_between_turns,
+                "0, or above 0 with at least 2 turns",
+            ),
         ):
             if not is_valid:
                 raise InputError(f"lengths: {name} = {value} must be {rule}")
@@ -100,6 +106,17 @@ class LengthDistribution:
             raise InputError(
                 f"prompt {self.max_prompt} + limit {self.limit} = {longest} tokens exceed "
                 f"the context of {context}; lower the limit, or raise the context if the model allows it"
+            )
+
+    def check_mean(self) -> None:
+        """Raise InputError if a tail is so heavy that no distribution with it has the mean."""
+        if self.family == "trace":
+            return
+        nearest = self._mean_at(self._scale)
+        if not math.isclose(nearest, self.mean, rel_tol=0.01):
+            raise InputError(
+                f"no {self.family} with tail = {self.tail:g} and the limit {self.limit} has the mean "
+                f"{self.mean:g}; the nearest mean is {nearest:.0f}: choose another tail or mean"
             )
 
     def draw(self, chunk: int, group_size: int, batch_size: int) -> list[list[int]]:
@@ -144,6 +161,8 @@ class LengthDistribution:
         scale.
         """
         low, high = math.log(1e-3), math.log(self.limit * 4.0)
+        if self._mean_at(math.exp(high)) < self.mean:  # nearly all responses are cut off
+            high += 5 * self.tail
         for _ in range(60):
             middle = (low + high) / 2
             low, high = (middle, high) if self._mean_at(math.exp(middle)) < self.mean else (low, middle)
