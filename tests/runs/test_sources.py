@@ -7,6 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 from tests.runs.conftest import StartRun
+from tests.runs.resumable import refusal
+from tests.runs.test_resume import tampered
 from tests.runtime.running import dora, metrics, query, summary
 from tests.runtime.tiny import CONFIG, REWARD, write_task
 
@@ -57,6 +59,23 @@ def skips_by_attempt(out: Path) -> list[int]:
         attempts += [0] if isinstance(line.record, Resumed) else []
         attempts[-1] += len(line.record.groups) if isinstance(line.record, SkipPrompts) else 0
     return attempts
+
+
+def test_a_resume_refuses_other_numbers_of_prompts(tmp_path: Path) -> None:
+    """Also with as many in all, and fewer held-out ones only."""
+    task, out = write_sources(tmp_path), tmp_path / "run"
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "12:"}\n{"prompt": "13:"}\n')
+    task.write_text(task.read_text().replace("prompts.jsonl", "held_out.jsonl", 1))
+    assert dora("train", task, "--out", out, "--steps", "1", "--set", "trainer.lr_decay=constant").code == 0
+    with (
+        tampered(tmp_path / "threes.jsonl", '{"question": "74:", "level": 0}\n', ""),
+        tampered(tmp_path / "prompts.jsonl", '{"prompt": "16:"}\n', '{"prompt": "16:"}\n{"prompt": "17:"}\n'),
+    ):
+        assert "sources were (7, 5) and are now (8, 4); restore" in refusal(out, "run.steps=2")
+    with tampered(tmp_path / "held_out.jsonl", '{"prompt": "13:"}\n', ""):
+        assert "the held-out prompts were 4 and are now 3; restore" in refusal(out, "run.steps=2")
+    with tampered(tmp_path / "threes.jsonl", "7", "8"):
+        assert "source.threes: " in refusal(out, "run.steps=2")
 
 
 def test_two_datasets_have_their_shares_and_skip_solved_prompts_after_a_crash_and_a_resume(

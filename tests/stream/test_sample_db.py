@@ -161,6 +161,13 @@ def test_a_resumed_run_reads_finished_samples(store: SampleStore) -> None:
     assert store.prompts(0) == []
 
 
+def test_prompts_of_training_are_read_beside_any_number_of_held_out_ones(store: SampleStore) -> None:
+    for row in range(3):
+        store.put(trajectory(0, GroupId(-1, row)))
+    store.put(trajectory(0, GROUP))
+    assert [group for group, _ in store.prompts(2)] == [GROUP, GroupId(-1, 0), GroupId(-1, 1)]
+
+
 def test_every_sample_has_a_state_until_it_is_deleted(store: SampleStore) -> None:
     put_scored(store)
     store.set_state([GROUP], "trained", 4)

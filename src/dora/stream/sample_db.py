@@ -328,10 +328,11 @@ class SampleStore:
         ]
 
     def prompts(self, limit: int) -> list[tuple[GroupId, list[int]]]:
-        """Token ids of the prompts of up to `limit` groups."""
-        rows = self._db.execute(
-            "select group_id, prompt_ids from samples where sibling = 0 limit ?", (limit,)
-        )
+        """Token ids of the prompts of up to `limit` training groups, and of as many held-out ones."""
+        rows: list[tuple[str, bytes]] = []
+        for of_kind in ("group_id >= '0'", "group_id < '0'"):  # the names of held-out groups begin with "-"
+            query = f"select group_id, prompt_ids from samples where sibling = 0 and {of_kind} limit ?"
+            rows += self._db.execute(query, (limit,))
         return [(GroupId.parse(name), _ids(prompt).tolist()) for name, prompt in rows]
 
     def states(self) -> list[tuple[RequestId, str, int | None]]:

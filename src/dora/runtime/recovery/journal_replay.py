@@ -125,6 +125,7 @@ def read_previous_run(setup: RunSetup, journal: Journal, samples: SampleStore) -
     Raises InputError if the files contradict each other, the configuration or this version of DORA-RL.
     """
     lines = journal.lines
+    _check_num_rows(setup, journal)
     _check_prompts(setup, samples)
     step, checkpoint, warnings = find_checkpoint(setup.out, journal)
     warnings += (*find_damaged_results(setup.out), *find_changed_code(setup.config, journal))
@@ -314,6 +315,18 @@ def _voided_lines(lines: Sequence[JournalLine], from_step: int) -> set[int]:
     return voided
 
 
+def _check_num_rows(setup: RunSetup, journal: Journal) -> None:
+    """Raises InputError if the sources or the held-out prompts are not as many as when the run started."""
+    rules = journal.limits.evaluation, setup.limits.evaluation
+    num_held_out = [rule and rule.num_prompts for rule in rules]
+    for what, before, now in (
+        ("the prompts of the sources were", journal.source_rows, setup.source_rows),
+        ("the held-out prompts were", *num_held_out),
+    ):
+        if before != now:
+            raise InputError(f"{what} {before} and are now {now}; restore the old datasets")
+
+
 def _check_prompts(setup: RunSetup, samples: SampleStore) -> None:
     """Raises InputError if a dataset row has changed. The prompts of episodes come from environments."""
     if setup.config.has_episodes:
@@ -322,9 +335,9 @@ def _check_prompts(setup: RunSetup, samples: SampleStore) -> None:
         if prompt_ids != setup.prompt_ids(group):
             key = "eval" if group.is_held_out else "data"
             path = getattr(setup.config, key).path
+            where = setup.source_of(group).location(group.row) if path is None else f"{key}.path = {path!r}"
             raise InputError(
-                f"{key}.path = {path!r}: row {group.row} has changed since the run started; restore the old "
-                "prompts"
+                f"{where}: row {group.row} has changed since the run started; restore the old prompts"
             )
 
 
