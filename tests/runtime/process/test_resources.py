@@ -113,6 +113,25 @@ def test_ray_reserves_the_gpus_of_each_engine_whatever_the_driver_has(task: Path
     check_devices(config, 0)
 
 
+@pytest.mark.parametrize(
+    ("trainer", "aux", "num_gpus"),
+    [("cuda", None, 1.0), ("cuda", "cpu", 0.0), ("cpu", "cuda", 1.0), ("cpu", None, 0.0)],
+)
+def test_ray_reserves_the_gpu_of_an_auxiliary_worker_by_its_own_device(
+    trainer: str, aux: str | None, num_gpus: float, task: Path
+) -> None:
+    changes: dict[str, object] = {
+        "trainer.device": trainer,
+        "trainer.aux_workers": "['reference']",
+        "algorithm.kl_loss_coef": 0.1,
+        "runtime.kind": "ray",
+    }
+    config = read(task, changes if aux is None else {**changes, "trainer.aux_device": aux})
+    processes = resources.run_resources(config)
+    assert [each.gpus for each in processes if each.role == "auxiliary worker"] == [num_gpus]
+    assert [each.gpus for each in processes if each.role == "trainer"] == [float(trainer == "cuda")]
+
+
 def test_colocated_engines_use_the_trainers_device(task: Path) -> None:
     assert assign(read(task, {**GPUS, "orchestrator.placement": "colocated"}), 1) == (
         ["cuda:0", "cuda:0"],

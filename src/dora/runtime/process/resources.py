@@ -21,7 +21,7 @@ _ROLES = {
     EngineSpec: "engine",
     RewardWorkerSpec: "reward worker",
     TrainerSpec: "trainer",
-    AuxWorkerSpec: "trainer",
+    AuxWorkerSpec: "auxiliary worker",
     StorageSpec: "storage",
 }
 
@@ -54,16 +54,18 @@ def run_resources(config: Config) -> list[ProcessResources]:
     memory with the storage: both run on the driver's node.
     """
     cluster, trainer = config.ray, config.trainer
-    num_trainers = trainer.num_ranks + len(config.aux_workers)
     of_trainer = ProcessResources(
         "trainer", cluster.trainer_cpus, float(is_gpu(trainer.device)), on_driver_node=True
     )
+    aux_gpus = float(is_gpu(trainer.aux_device or trainer.device))
+    of_aux = replace(of_trainer, role="auxiliary worker", gpus=aux_gpus)
     followers: list[ProcessResources] = []
     if cluster.trainer_nodes == "any":
         followers = [replace(of_trainer, role=_FOLLOWER, on_driver_node=False)] * (trainer.num_ranks - 1)
     return [
-        *[of_trainer] * (num_trainers - len(followers)),
+        *[of_trainer] * (trainer.num_ranks - len(followers)),
         *followers,
+        *[of_aux] * len(config.aux_workers),
         ProcessResources("storage", 0.0, on_driver_node=True),  # it only keeps an index
         *[ProcessResources("reward worker", cluster.reward_cpus)] * config.num_reward_workers,
         *[engine_resources(config)] * (config.num_engines + trainer.elastic),
