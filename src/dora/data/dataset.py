@@ -433,7 +433,9 @@ def mixing_schedule(ratios: tuple[float, ...]) -> tuple[int, ...]:
     Ratios are rounded to 1/MAX_PERIOD of their sum, and each source has at least one group in a period.
     """
     fractions = [Fraction(ratio / math.fsum(ratios)).limit_denominator(MAX_PERIOD) for ratio in ratios]
-    period = min(MAX_PERIOD, math.lcm(*(fraction.denominator for fraction in fractions)))
+    # A ratio that rounds to 0 still gets a group, of the longest period.
+    shortest = math.lcm(*(fraction.denominator for fraction in fractions))
+    period = MAX_PERIOD if 0 in fractions else min(MAX_PERIOD, shortest)
     weights = [max(1, round(fraction * period)) for fraction in fractions]
     credits, order = [0] * len(weights), list[int]()
     for _ in range(sum(weights)):
