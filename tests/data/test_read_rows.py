@@ -53,6 +53,26 @@ def test_a_parquet_file_is_read(tmp_path: Path) -> None:
         read_rows(write(tmp_path / "broken.parquet", "nonsense"))
 
 
+def test_a_parquet_value_that_python_cannot_have_is_refused(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    far = pyarrow.array([10**9], pyarrow.date32())
+    parquet.write_table(pyarrow.table({"prompt": ["a"], "day": far}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows\.parquet is not a readable Parquet file: days=1000000000"):
+        read_rows(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "pandas"])
+def test_a_saved_folder_gives_python_values_whatever_its_format(kind: str, tmp_path: Path) -> None:
+    """Otherwise a reward function gets the text "tensor(5)" for the number 5."""
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": "a", "n": 5, "tests": ["x", "y"]}]
+    saved = datasets.Dataset.from_list(rows)
+    saved.with_format(kind, columns=["n", "tests"]).save_to_disk(str(tmp_path / "rows"))
+    assert [*read_rows(tmp_path / "rows")] == rows
+
+
 def test_a_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "rows"))

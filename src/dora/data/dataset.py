@@ -493,7 +493,7 @@ def _read_parquet(path: Path) -> list[Any]:
         raise _missing_package(path, "Parquet", "pyarrow") from error
     try:
         rows: list[Any] = parquet.read_table(path).to_pylist()
-    except ArrowException as error:
+    except (ArrowException, ValueError, OverflowError) as error:  # a text that is not UTF-8, a date too far
         raise DataError(f"{path} is not a readable Parquet file: {error}") from error
     return rows
 
@@ -536,9 +536,13 @@ def _select_split(path: Path, found: Any, split: str | None) -> Rows:
 
 
 def _with_encoded_images(rows: Any) -> Rows:
-    """Rows that have images as the bytes of their files: decoding each when a row is read would be slow."""
+    """Rows of Python values, whatever the format that the dataset was saved with.
+
+    Images are the bytes of their files: decoding each when a row is read would be slow.
+    """
     from datasets import Image
 
+    rows = rows.with_format(None)
     for name, feature in rows.features.items():
         if isinstance(feature, Image):
             rows = rows.cast_column(name, Image(decode=False))
