@@ -77,7 +77,9 @@ def recorded_run(limits: Limits, costs: FittedCosts = COSTS, seed: int = 0) -> R
     return read_run(limits, simulated_lines(limits, costs, seed))
 
 
-def simulated_lines(limits: Limits, costs: FittedCosts = COSTS, seed: int = 0) -> list[JournalLine]:
+def simulated_lines(
+    limits: Limits, costs: FittedCosts = COSTS, seed: int = 0, zero_variance: frozenset[int] = frozenset()
+) -> list[JournalLine]:
     """All events and actions of a simulated run."""
     lines: list[JournalLine] = []
     engines = [FluidEngine(number, costs, 8) for number in range(3)]
@@ -87,6 +89,7 @@ def simulated_lines(limits: Limits, costs: FittedCosts = COSTS, seed: int = 0) -
         contention=costs.contention,
         report_interval_s=1.0,
         version_slots=2,
+        zero_variance=zero_variance,
     )
     lengths = LengthDistribution(800, 120.0, prompt=0, seed=seed)
 
@@ -212,6 +215,14 @@ def test_costs_of_one_bound_predict_other_bounds(staleness: int) -> None:
     other = recorded_run(replace(LIMITS, max_staleness=staleness), seed=1)
     forecast = forecast_tokens_per_s(other, fit_costs([recorded_run(LIMITS)]))
     assert forecast == pytest.approx(other.tokens_per_s, rel=0.1)
+
+
+def test_a_run_that_filters_groups_is_predicted() -> None:
+    """Engines generate the filtered groups, too, and the trainer does not train them."""
+    limits = replace(LIMITS, filter_groups=True)
+    run = read_run(limits, simulated_lines(limits, zero_variance=frozenset(range(0, 999, 3))))
+    assert sum(group.outcome == "filtered" for group in run.groups.values()) > 50
+    assert forecast_tokens_per_s(run, COSTS) == pytest.approx(run.tokens_per_s, rel=0.02)
 
 
 def test_a_run_on_shared_cores_is_predicted_from_others() -> None:

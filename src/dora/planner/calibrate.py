@@ -371,8 +371,9 @@ def forecast_tokens_per_s(run: RecordedRun, costs: FittedCosts) -> float:
         contention=costs.contention,
         report_interval_s=1.0,
         version_slots=max(e.version_slots for e in joined),
+        zero_variance=frozenset(g.admitted.index for g in run.groups.values() if g.outcome == "filtered"),
     )
-    limits = replace(run.limits, num_steps=len(run.trainings), evaluation=None, filter_groups=False)
+    limits = replace(run.limits, num_steps=len(run.trainings), evaluation=None)
     simulator = Simulator(Orchestrator(limits), engines, costs, RecordedLengths(run), limits, options)
     steps = simulator.run().steps
     return sum(step.num_response_tokens for step in steps[1:]) / (steps[-1].ended_s - steps[0].ended_s)

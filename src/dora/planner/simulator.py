@@ -75,6 +75,7 @@ class SimulatorOptions:
     contention: Contention | None = None  # None: engines and trainer have their own devices
     report_interval_s: float = 10.0  # between the progress reports of an engine
     version_slots: int = 1  # of an engine
+    zero_variance: frozenset[int] = frozenset()  # positions of groups whose rewards are equal
     longest_first: bool = False  # the dataset orders prompts by the length of their responses
 
 
@@ -421,7 +422,8 @@ class Simulator(EventQueue[Iterable[Event]]):
             group.cached_on = dropped.cached_on
 
     def _score(self, action: actions.Score) -> None:
-        rewards = tuple(float(k % 2) for k in range(self.limits.group_size))
+        is_equal = action.group.row in self.options.zero_variance
+        rewards = tuple(0.0 if is_equal else float(k % 2) for k in range(self.limits.group_size))
         self.schedule(self.options.reward_s, self._report, events.GroupScored(action.group, rewards))
 
     # Engines
