@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import platform
 import time
+from itertools import count
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import psutil
@@ -20,6 +22,7 @@ from dora.metrics.status import (
     STATUS_FILE,
     UNRESPONSIVE_S,
     read_status,
+    remote_driver_of,
 )
 
 WAIT = {"waiter": "trainer", "target": "step 3", "reason": "2 more of its 2 groups", "since_s": 4.0}
@@ -136,3 +139,27 @@ def test_a_folder_without_a_status_is_rejected(tmp_path: Path, text: str | None)
         (tmp_path / STATUS_FILE).write_text(text)
     with pytest.raises(InputError, match=r"status\.json"):
         read_status(tmp_path)
+
+
+def test_a_driver_on_another_machine_is_found_by_what_it_writes(tmp_path: Path) -> None:
+    """Its clock is wrong by an hour. A status that nobody writes is that of a driver that has crashed."""
+    hour_ago, is_done = time.time() - 3600, Event()
+
+    def drive() -> None:
+        for second in count():
+            write(tmp_path, host="elsewhere", unix_s=hour_ago + second)
+            if is_done.wait(0.05):
+                return
+
+    write(tmp_path, host="elsewhere", unix_s=hour_ago)
+    assert remote_driver_of(tmp_path, 0.3) is None
+    driver = Thread(target=drive)
+    driver.start()
+    try:
+        assert remote_driver_of(tmp_path) == "elsewhere"
+    finally:
+        is_done.set()
+        driver.join()
+    write(tmp_path, host="elsewhere", state="stopped")
+    assert remote_driver_of(tmp_path) is None
+    assert remote_driver_of(write(tmp_path)) is None

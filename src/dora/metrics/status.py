@@ -29,6 +29,9 @@ DRIVER_FILE = Path("control") / "process.json"  # names the driver from before i
 UNRESPONSIVE_S = 10.0  # a running driver writes about once a second
 REMOTE_UNRESPONSIVE_S = 60.0  # on another machine, whose clock may differ and whose processes are not visible
 
+REMOTE_WATCH_S = 5.0  # in which a running driver writes several times
+REMOTE_POLL_S = 0.2
+
 RunState = Literal["running", "stalled", "unresponsive", "finished", "stopped", "failed", "crashed"]
 HEALTHY: tuple[RunState, ...] = ("running", "finished", "stopped")
 
@@ -88,6 +91,30 @@ def driver_of(run: Path) -> psutil.Process | None:
         return psutil.Process(driver["pid"]) if is_alive(driver["pid"], driver["created_s"]) else None
     except (OSError, ValueError, KeyError, TypeError, psutil.NoSuchProcess):  # it may exit at any time
         return None
+
+
+def remote_driver_of(run: Path, watch_s: float = REMOTE_WATCH_S) -> str | None:
+    """The other machine, or container, whose driver writes the status of a run; None if there is none.
+
+    Its process is not visible and its clock may differ, so a status that says "running" is watched for
+    `watch_s`.
+    """
+    before = _read_if_whole(run / STATUS_FILE)
+    if before.get("state") != "running" or before.get("host") == platform.node():
+        return None
+    end_s = time.monotonic() + watch_s
+    while time.monotonic() < end_s:
+        time.sleep(REMOTE_POLL_S)
+        if _read_if_whole(run / STATUS_FILE).get("unix_s", 0.0) > before.get("unix_s", 0.0):
+            return str(before.get("host"))
+    return None
+
+
+def _read_if_whole(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(path.read_bytes())
+        return content if isinstance(content, dict) else {}
+    return {}
 
 
 def describe_waits(waits: Iterable[WaitEdge], now_s: float) -> list[str]:
