@@ -81,6 +81,16 @@ def test_one_response_is_printed_also_by_why(run: Path, capsys: Captured) -> Non
     assert "response" not in printed(capsys, "why", run, "0/1")
 
 
+def test_a_later_response_of_an_unfinished_group_is_printed(
+    run: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    delete = "delete from samples where group_id = '0/1' and sibling = 0"
+    unfinished = edited_samples(run, tmp_path / "unfinished", delete)
+    assert "response 0/1/1" in printed(capsys, "samples", unfinished, "0/1/1")
+    with pytest.raises(InputError, match="the run has no finished response 0/1/0"):
+        app(["samples", str(unfinished), "0/1/0"], standalone_mode=False)
+
+
 def save_chat_tokenizer(folder: Path) -> None:
     """A tokenizer with a chat template, in a folder that transformers accepts as a model's."""
     save_bpe_tokenizer(folder, ["What is 6 x 7? Be brief."], 300)

@@ -57,6 +57,7 @@ class StoredGroup(NamedTuple):
     step: int | None
     num_tokens: int  # of its longest response
     rewards: tuple[float | None, ...]
+    siblings: tuple[int, ...] = ()  # that have finished
     is_segmented: bool = False  # a response is of several versions
 
 
@@ -67,10 +68,9 @@ def read_groups(run: Path) -> list[StoredGroup]:
         siblings = [*own]
         first, longest = siblings[0], int(max(row.num_token_ids for row in siblings))
         rewards, is_segmented = tuple(row.reward for row in siblings), any(row.segments for row in siblings)
-        group = GroupId.parse(name)
-        found.append(
-            StoredGroup(group, first.version, first.state, first.trained_step, longest, rewards, is_segmented)
-        )
+        numbers = tuple(row.sibling for row in siblings)
+        about = GroupId.parse(name), first.version, first.state, first.trained_step
+        found.append(StoredGroup(*about, longest, rewards, numbers, is_segmented))
     return found
 
 
@@ -265,7 +265,7 @@ def _parse_name(name: str, groups: Sequence[StoredGroup]) -> tuple[int, ...]:
         raise InputError(f"{name!r} must be epoch/row/sibling, such as 0/3/7, or epoch/row for a whole group")
     numbers = tuple(map(int, parts))
     known = next((group for group in groups if group.id == numbers[:2]), None)
-    if known is None or (len(numbers) == 3 and not 0 <= numbers[2] < len(known.rewards)):
+    if known is None or (len(numbers) == 3 and numbers[2] not in known.siblings):
         raise InputError(f"the run has no finished response {name}; `dora why` prints where a request is")
     return numbers
 
