@@ -44,6 +44,16 @@ def test_every_policy_trains_every_step_and_no_answer_twice(name: str) -> None:
     assert (result.num_recomputed > 0) == (name == "partial")
 
 
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_no_engine_decodes_more_requests_than_it_has_rows(name: str, num_rows: int) -> None:
+    """Also with fewer rows than a group has responses."""
+    deployment = deploy(name, num_rows=num_rows)
+    result = deployment.simulate()
+    assert [step.staleness.total() for step in result.steps] == [8] * 10
+    assert result.row_s <= result.decode_s * num_rows * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("staleness", range(9))
 def test_dora_keeps_its_bound_and_every_trained_group_is_the_next_of_the_dataset(staleness: int) -> None:
     result = deploy("dora", staleness, num_steps=2 * staleness + 5).simulate()

@@ -176,6 +176,7 @@ class LaminarScheduler(BaseScheduler):
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits)
         self._destination_of: dict[RequestId, int] = {}  # of running migrations
+        self._waiting: dict[int, list[RequestId]] = {}  # engine -> siblings that its rows have no room for
         self._last_repack_s = 0.0
 
     def _handle(self, event: events.Event) -> list[Action]:
@@ -192,6 +193,8 @@ class LaminarScheduler(BaseScheduler):
         actions = self._fetch_prompts(2 * self.limits.batch_size) + self._train()
         if self.newest is None:
             return actions
+        for engine_id in [*self._waiting]:
+            actions += self._place(self.engines[engine_id])
         if now >= self._last_repack_s + REPACK_INTERVAL_S:
             self._last_repack_s = now
             actions += self._repack()
@@ -209,9 +212,17 @@ class LaminarScheduler(BaseScheduler):
         size = self.limits.group_size
         is_full = len(self.ready) >= MAX_READY_BATCHES * self.limits.batch_size
         while self.prompts and engine.num_free >= min(size, engine.num_rows) and not is_full:
-            admit, requests = self._admit(self.prompts.popleft(), engine.held)
-            actions += [admit, self._generate(engine, requests)]
+            admit, self._waiting[engine.id] = self._admit(self.prompts.popleft(), engine.held)
+            actions += [admit, *self._place(engine)]
         return actions
+
+    def _place(self, engine: EngineRows) -> list[Action]:
+        """Give the free rows of an engine to the siblings that wait for them."""
+        waiting = self._waiting.pop(engine.id, [])
+        started, left = waiting[: engine.num_free], waiting[engine.num_free :]
+        if left:
+            self._waiting[engine.id] = left
+        return [self._generate(engine, started)] if started else []
 
     def _repack(self) -> list[Action]:
         """Migrate all requests of engines with few, each to the engine with the fewest free rows that fit."""
@@ -220,7 +231,8 @@ class LaminarScheduler(BaseScheduler):
         emptied = {self.engine_of[request] for request in self._destination_of if request in self.engine_of}
         for engine in sorted(self.engines.values(), key=lambda e: (len(e.requests), e.id)):
             is_small = 0 < 2 * len(engine.requests) <= engine.num_rows
-            if not is_small or engine.id in incoming or engine.id in emptied or engine.held is None:
+            is_taken = engine.id in incoming or engine.id in emptied or engine.id in self._waiting
+            if not is_small or is_taken or engine.held is None:
                 continue
             destination = self._best_fit(engine, incoming, emptied)
             if destination is None:
@@ -242,6 +254,7 @@ class LaminarScheduler(BaseScheduler):
             and other.held == engine.held
             and other.requests
             and other.id not in emptied
+            and other.id not in self._waiting
             and other.loading is None
             and (num_free := other.num_free - incoming[other.id]) >= num_requests <= len(other.requests)
         ]
