@@ -16,6 +16,8 @@ from dora.cli.simulate import read_runs
 from dora.core.actions import Action, Admit, Commit, Generate, Load, Migrate, Publish, Score, Train
 from dora.core.events import (
     EngineJoined,
+    EngineLost,
+    EngineRemoved,
     Event,
     GroupScored,
     Loaded,
@@ -254,6 +256,14 @@ def test_a_run_too_short_to_have_a_speed_is_refused_by_name() -> None:
 def test_a_run_with_redone_steps_is_refused(tmp_path: Path, event: Event) -> None:
     run = write_run(tmp_path / "run", LIMITS, event)
     with pytest.raises(InputError, match="run was resumed"):
+        app(["simulate", "calibrate", str(run)], standalone_mode=False)
+
+
+@pytest.mark.parametrize("event", [EngineLost(0, "crashed"), EngineRemoved(0), EngineJoined(9, 8, 2)])
+def test_a_run_whose_engines_changed_is_refused(tmp_path: Path, event: Event) -> None:
+    """The forecast would have the lost engine and its replacement at the same time."""
+    run = write_run(tmp_path / "run", LIMITS, event)
+    with pytest.raises(InputError, match="run lost, removed or added an engine, so its speed"):
         app(["simulate", "calibrate", str(run)], standalone_mode=False)
 
 

@@ -307,18 +307,30 @@ def plan(
 
 
 def read_runs(paths: Iterable[Path]) -> dict[str, RecordedRun]:
-    """Read the runs to forecast, by path. Raises InputError if a run cannot be read or has redone steps."""
-    from dora.core.events import Resumed, TrainerReplaced
+    """Read the runs to forecast, by path.
+
+    Raises InputError if a run cannot be read, has redone steps, or changed its engines.
+    """
+    from dora.core.events import EngineJoined, EngineLost, EngineRemoved, Resumed, Trained, TrainerReplaced
     from dora.journal.reader import read_journal
     from dora.planner.calibrate import read_run
 
     runs = {}
     for path in paths:
         journal = read_journal(path)
-        if any(isinstance(line.record, Resumed | TrainerReplaced) for line in journal.lines):
+        records = [line.record for line in journal.lines]
+        if any(isinstance(record, Resumed | TrainerReplaced) for record in records):
             raise InputError(
                 f"{path} was resumed, or its trainer was replaced, so its times are not continuous and steps "
                 "may count twice; name another run"
+            )
+        first = next((at for at, record in enumerate(records) if isinstance(record, Trained)), len(records))
+        if any(isinstance(record, EngineLost | EngineRemoved) for record in records) or any(
+            isinstance(record, EngineJoined) for record in records[first:]
+        ):
+            raise InputError(
+                f"{path} lost, removed or added an engine, so its speed is not that of a fixed number of "
+                "engines; name another run"
             )
         runs[path.as_posix()] = read_run(
             journal.limits, journal.lines, _read_update_s(path), _read_min_stream_tokens(path)
