@@ -47,6 +47,20 @@ def test_the_loss_of_held_out_rows_falls_and_the_folder_is_a_model(
     assert (code, printed.splitlines()[0]) == (0, "777")
 
 
+def test_responses_may_be_in_the_column_completion(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in TRL's prompt-completion format. For rewards this name is reserved."""
+    rows = [{"prompt": row["prompt"], "completion": row["response"]} for row in ROWS]
+    data, given = (
+        write(tmp_path / "data.jsonl", rows),
+        ["--model", str(start), "--response-key", "completion"],
+    )
+    code, printed, err = call(capsys, "sft", str(data), *given, "--out", str(tmp_path / "out"))
+    assert (code, err) == (0, "")
+    assert "on 40 rows; written to" in printed
+
+
 def test_each_epoch_has_every_row_once() -> None:
     examples = [([number], [number]) for number in range(10)]
     batches = shuffled_batches(examples, 4, seed=0)

@@ -49,7 +49,7 @@ def run_sft(
     config, flat = load_pretrained(model)
     check_tokenizer(model, tokenizer, config)
     prompts = PromptEncoder(tokenizer, ChatTemplate(model) if is_chat else None)
-    dataset = Dataset.from_path(data, prompt_key)
+    dataset = Dataset.from_path(data, prompt_key, reserved=())  # no reward function gets the columns
     examples = read_examples(dataset, prompts, tokenizer, response_key, config.max_position_embeddings)
     num_training = len(examples) - num_held_out
     if num_training < 1:

@@ -49,11 +49,12 @@ class Dataset:
         is_jsonl: bool = False,
         image_key: str = "images",
         folder: Path = Path(),
+        reserved: Sequence[str] = RESERVED_COLUMNS,
     ) -> None:
         """With `is_jsonl`, errors count rows as lines from 1, otherwise as rows from 0.
 
         Paths of images are relative to `folder`. Raises DataError if there are no rows, or one has no valid
-        prompt.
+        prompt or a `reserved` column.
         """
         if len(rows) < self.MIN_ROWS:
             raise DataError(f"{origin} has no rows; a run needs at least one prompt")
@@ -62,7 +63,7 @@ class Dataset:
         self._rows, self._folder = rows, folder
         self._is_jsonl = is_jsonl
         for index, row in enumerate(rows):
-            _check_row(row, prompt_key, self.location(index))
+            _check_row(row, prompt_key, self.location(index), reserved)
 
     @classmethod
     def from_path(
@@ -72,11 +73,12 @@ class Dataset:
         split: str | None = None,
         subset: str | None = None,
         image_key: str = "images",
+        reserved: Sequence[str] = RESERVED_COLUMNS,
     ) -> Dataset:
         """Read a file or a folder, see `read_rows`. Raises DataError naming file, line, rule and remedy."""
         folder = path if path.is_dir() else path.parent
         rows, is_jsonl = read_rows(path, split, subset), path.suffix == ".jsonl"
-        return cls(rows, prompt_key, str(path), is_jsonl, image_key, folder)
+        return cls(rows, prompt_key, str(path), is_jsonl, image_key, folder, reserved)
 
     def __len__(self) -> int:
         return len(self._rows if self._numbers is None else self._numbers)
@@ -341,7 +343,7 @@ class GrowingDataset(Dataset):
         self._own_rows += map(dict, rows)
 
 
-def _check_row(row: object, prompt_key: str, location: str) -> None:
+def _check_row(row: object, prompt_key: str, location: str, reserved: Sequence[str]) -> None:
     if not isinstance(row, Mapping):
         raise DataError(
             f'{location}: is a {type(row).__name__}, must be an object such as {{"prompt": "..."}}'
@@ -356,10 +358,10 @@ def _check_row(row: object, prompt_key: str, location: str) -> None:
             f"{location}: {prompt_key} is a {type(prompt).__name__}, must be a string, or messages "
             'such as [{"role": "user", "content": "..."}]'
         )
-    for reserved in {*RESERVED_COLUMNS} - {prompt_key}:
-        if reserved in row:
+    for name in {*reserved} - {prompt_key}:
+        if name in row:
             raise DataError(
-                f"{location}: the column {reserved!r} has the name of an argument of rewards; rename it"
+                f"{location}: the column {name!r} has the name of an argument of rewards; rename it"
             )
 
 
