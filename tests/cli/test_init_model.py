@@ -43,6 +43,18 @@ def test_transformers_loads_every_family(family: str, tmp_path: Path, data: Path
     assert model(torch.tensor([ids])).logits.shape == (1, len(ids), len(tokenizer))
 
 
+def test_a_tokenizer_is_trained_on_conversations(tmp_path: Path) -> None:
+    """Other values, and half of a character, are left out."""
+    turns = [{"role": "user", "content": "Two and two are four. \ud800"}]
+    rows = [{"prompt": turns, "answer": 4, "tests": ["f(2) == 4"]}] * 3 + [["Two and two"], 5]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ("--tokenizer-from", tmp_path / "data.jsonl")
+    assert exit_code("init-model", tmp_path / "out", *SMALL, *given) == 0
+    tokenizer = Tokenizer(tmp_path / "out")
+    assert len(tokenizer.encode("Two and two are four.")) < 10
+    assert len(tokenizer.encode("f(2) == 4")) < len("f(2) == 4")
+
+
 def test_equal_seeds_give_equal_models(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("a", "b", "c")]
     for folder, seed in zip(folders, "112", strict=True):

@@ -232,12 +232,19 @@ def _train_tokenizer(data: Path | None, folder: Path, vocab_size: int) -> None:
             f"--vocab-size {vocab_size}: a byte-level tokenizer has at least {MIN_VOCAB_SIZE} tokens, "
             "256 bytes and 3 special ones; raise it"
         )
-    save_bpe_tokenizer(folder, [] if data is None else _texts(data), vocab_size)
+    rows = [] if data is None else read_rows(data)
+    save_bpe_tokenizer(folder, (text for row in rows for text in _texts(row)), vocab_size)
 
 
-def _texts(data: Path) -> Iterator[str]:
-    for row in read_rows(data):
-        yield from (value for value in row.values() if isinstance(value, str))
+def _texts(value: object) -> Iterator[str]:
+    """All texts in a row, also those in conversations."""
+    if isinstance(value, str):
+        yield value.encode("utf-8", "replace").decode()  # a lone surrogate is no character
+    elif isinstance(value, Mapping):
+        yield from _texts([*value.values()])
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts(part)
 
 
 def doctor() -> str:
