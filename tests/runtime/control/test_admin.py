@@ -48,6 +48,13 @@ def test_a_run_that_has_ended_is_refused(tmp_path: Path) -> None:
         send_request(tmp_path, AdminRequest("list"), timeout_s=1)
 
 
+def test_only_one_process_drives_a_run(tmp_path: Path) -> None:
+    """Two resumes at the same moment. Removing the folder of the other one would let both go on."""
+    ControlDir(tmp_path)
+    with pytest.raises(RunError, match=r"control exists, so another process drives this run: stop it"):
+        ControlDir(tmp_path)
+
+
 def test_a_run_whose_driver_has_exited_is_refused(tmp_path: Path) -> None:
     ControlDir(tmp_path)
     process = tmp_path / "control" / "process.json"

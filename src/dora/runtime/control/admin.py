@@ -55,10 +55,17 @@ class ControlDir:
     """The folder RUN/control, as the driver uses it."""
 
     def __init__(self, run: Path) -> None:
+        """Raises RunError if another process drives the run: a folder can be created only once."""
         self._folder = run / "control"
         self._next_s = 0.0
         self._pending: dict[str, tuple[AdminRequest, Future[Any]]] = {}
-        self._folder.mkdir()
+        try:
+            self._folder.mkdir()
+        except FileExistsError as error:
+            raise RunError(
+                f"{self._folder} exists, so another process drives this run: stop it, or wait for its end; "
+                "if there is none, remove the folder"
+            ) from error
         write_driver(run)
 
     def process(self, requests: RequestQueue[Any]) -> None:
