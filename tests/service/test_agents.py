@@ -257,6 +257,18 @@ def test_messages_with_another_history_are_a_branch(
     assert (run.agents.num_branches, run.agents.num_retokenized) == (2, 0)
 
 
+def test_a_text_that_begins_as_the_turn_before_it_ended_is_whole_in_a_branch(run: FakeRun) -> None:
+    open_session(run)
+    turns = [{"role": "assistant", "content": text} for text in "78"]
+    complete_with(run, [USER, NEXT], "7", reason="turn_length")
+    run.replies()
+    complete_with(run, [USER, NEXT, turns[0], NEXT], "8", number=1)
+    run.replies()
+    changed = {"role": "user", "content": "7,"}
+    complete_with(run, [USER, NEXT, turns[0], changed, turns[1], NEXT], "9", number=2)
+    assert run.replies() == [EpisodeBranched(EPISODE, 1, ids(run, "13:,77,8,"), 4, 5)]
+
+
 def test_text_completions_continue_the_sampled_tokens(run: FakeRun) -> None:
     run.agents.start(EPISODE, version=4)
 

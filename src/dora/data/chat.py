@@ -91,8 +91,8 @@ class PromptEncoder:
     ) -> list[int]:
         """Token ids of an observation, between the model's turn `turn_ids` and its next one.
 
-        A first token that repeats the last one of the turn (its end) is dropped. `turns` as in `encode`.
-        Raises DataError if it cannot be tokenized.
+        A first token in which the template repeats the last one of the turn (its end) is dropped.
+        `turns` as in `encode`. Raises DataError if it cannot be tokenized.
         """
         if self._template is None:
             if isinstance(observation, str):
@@ -103,7 +103,7 @@ class PromptEncoder:
         else:
             messages, names = _with_placeholders(observation, turns)
             text = self._template.render_observation(messages)
-        return _without_end(self._splice(text, names, add_special_tokens=False), turn_ids)
+        return self._without_end(self._splice(text, names, add_special_tokens=False), turn_ids)
 
     def _splice(
         self, text: str, names: Mapping[str, Sequence[int]], add_special_tokens: bool = True
@@ -116,10 +116,14 @@ class PromptEncoder:
             if name and not found:
                 raise DataError("the chat template leaves out earlier answers, so histories cannot change")
             part_ids = self._tokenizer.encode(part, add_special_tokens=add_special_tokens) if part else []
-            ids += _without_end(part_ids, turn_ids) if turn_ids else part_ids
+            ids += self._without_end(part_ids, turn_ids) if turn_ids else part_ids
             ids += next_ids
             turn_ids, add_special_tokens = next_ids, False
         return ids
+
+    def _without_end(self, ids: list[int], turn_ids: Sequence[int]) -> list[int]:
+        """The tokens after a turn, without a first one in which the template repeats the end of the turn."""
+        return ids[1:] if self._template and ids and ids[0] == turn_ids[-1] else ids
 
 
 class ChatTemplate:
@@ -211,11 +215,6 @@ def _joined_with_placeholders(prompt: Prompt, turns: Turns) -> tuple[str, dict[s
     """As `_with_placeholders`, the contents joined."""
     messages, names = _with_placeholders(prompt, turns)
     return "".join(message["content"] for message in _messages(messages)), names
-
-
-def _without_end(ids: list[int], turn_ids: Sequence[int]) -> list[int]:
-    """The tokens after a turn, without a first one that repeats the end of the turn."""
-    return ids[1:] if ids and ids[0] == turn_ids[-1] else ids
 
 
 def _messages(prompt: Prompt) -> Messages:
