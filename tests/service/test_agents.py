@@ -225,7 +225,8 @@ def test_an_abandoned_episode_fails_only_if_it_has_started(run: FakeRun) -> None
     assert run.call("PUT", "/v1/sessions/b").status_code == 200
     assert "abandoned" in error_message(run.call("PUT", "/v1/sessions/a"), 410)
     run.agents.complete("b", TurnRequest((message(USER),), 5))
-    assert run.call("DELETE", "/v1/sessions/b").json()["end_reason"] == "session abandoned by its agent"
+    for _ in range(2):  # the request is repeated
+        assert run.call("DELETE", "/v1/sessions/b").json()["end_reason"] == "session abandoned by its agent"
     generate(run, "7")
     assert run.replies() == [
         EpisodeStarted(EPISODE, ids(run, "13:"), 5),

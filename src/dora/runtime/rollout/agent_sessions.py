@@ -238,6 +238,10 @@ class AgentSessions:
 
     def get(self, name: str) -> AgentSession:
         """Return an open session and renew its lease. Raises ServiceError if it is unknown or has ended."""
+        return self._get(name)
+
+    def _get(self, name: str, expected_end: str = "") -> AgentSession:
+        """The same; a session that has ended with this reason is returned, too."""
         session = self._sessions.get(name) or self._ended.get(name)
         if session is None:
             raise ServiceError(
@@ -245,7 +249,7 @@ class AgentSessions:
                 "there is no session of this name; open one with PUT /v1/sessions/NAME, or with the first "
                 "completion of /s/NAME/v1",
             )
-        if session.end_reason:
+        if session.end_reason not in ("", expected_end):
             raise ServiceError(410, f"this session has ended: {session.end_reason}; open another one")
         if session.deadline_s is not None:
             session.deadline_s = self._new_deadline_s
@@ -286,10 +290,9 @@ class AgentSessions:
 
         Raises ServiceError before the model's first turn, and if the session has ended in another way.
         """
-        known = self._sessions.get(name) or self._ended.get(name)
-        if known is not None and known.end_reason == _end_reason(reward):
-            return known
-        session = self.get(name)
+        session = self._get(name, _end_reason(reward))
+        if session.end_reason:
+            return session
         if session.answer is None:
             raise ServiceError(
                 409, "the model has not generated a turn yet; post the reward after its last turn"
@@ -305,8 +308,10 @@ class AgentSessions:
         """End the session at the agent's request. Without messages its episode waits for another agent, else
         it fails.
         """
-        session = self.get(name)
-        self._fail(session, "session abandoned by its agent")
+        reason = "session abandoned by its agent"
+        session = self._get(name, reason)
+        if not session.end_reason:
+            self._fail(session, reason)
         return session
 
     # the episode runner of the driver
