@@ -19,7 +19,7 @@ from tests.service.fake_run import FakeRun, serve
 
 from dora.core.types import RequestId
 from dora.envs.episode import EpisodeEnded, EpisodeFailed, EpisodeId, EpisodeStarted, PolicyTurn
-from dora.errors import InputError
+from dora.errors import InputError, RunError
 from dora.service import rollout
 from dora.service.client import Address
 from dora.service.rollout import Rollout, create_container, describe
@@ -144,6 +144,22 @@ def test_a_command_that_does_not_exist_is_named(run: FakeRun) -> None:
     address = Address.of_run(run.setup.out)
     with pytest.raises(InputError, match="cannot start no-such-agent: No such file"):
         Rollout(["no-such-agent"], address, run.setup.out, 2, 9.0, print).run_all()
+    with pytest.raises(InputError, match=r"cannot start .*: embedded null byte"):
+        Rollout(["no-such\0agent"], address, run.setup.out, 2, 9.0, print).run_all()
+    assert (run.agents.num_waiting, run.agents.num_sessions) == (1, 0)  # for another agent, at once
+
+
+def test_a_reward_out_of_range_fails_its_episode(run: FakeRun) -> None:
+    ends, model = roll_out(run, AGENT + "print(1e9)")
+    assert ends == {"reward: Input should be less than or equal to 1000000": 2}
+    assert [type(end) for end in model.ends] == [EpisodeFailed, EpisodeFailed]
+
+
+def test_a_service_that_is_gone_ends_everything(run: FakeRun) -> None:
+    """As after a crash, which leaves service.json."""
+    address = replace(Address.of_run(run.setup.out), url="http://127.0.0.1:9", retry_timeout_s=0.1)
+    with pytest.raises(RunError, match=r"had no response .* is the run over"):
+        Rollout(["true"], address, run.setup.out, 2, 9.0, print).run_all()
 
 
 def test_the_row_of_the_dataset_is_in_the_environment(run: FakeRun) -> None:

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from dora.errors import InputError, ServiceError
-from dora.service.client import RETRY_STATUSES, Address, AsyncClient
+from dora.errors import InputError, RunError, ServiceError
+from dora.service.client import NO_RESPONSE, RETRY_STATUSES, Address, AsyncClient
 from dora.text import plural
 
 OPEN_WAIT_S = 30.0  # of one request for an episode; it is repeated until the run ends
@@ -62,7 +62,7 @@ class Rollout:
         """Run episodes until the run ends; returns how often they ended in which way.
 
         Raises InputError if the command cannot be started or requests no turn, if the run has no agents, or
-        if there is no Docker for the image.
+        if there is no Docker for the image; RunError if the service no longer responds.
         """
         if self.image is not None and shutil.which("docker") is None:
             raise InputError(
@@ -96,18 +96,20 @@ class Rollout:
                     raise InputError(str(error)) from error
                 if not self.address.is_served:
                     return
+                if error.kind == NO_RESPONSE:
+                    raise RunError(str(error)) from error
                 continue  # no episode is waiting
             try:
                 end = await self._run_command(client, session)
                 ended, num_turns = await self._end_session(client, session["session"], end)
-            except asyncio.CancelledError:  # another command stops everything, or Ctrl-C
-                with contextlib.suppress(ServiceError):
-                    await client.abandon_session(session["session"])
-                raise
             except ServiceError as error:
                 if error.kind.startswith("run_"):
                     return
                 ended, num_turns = f"ended by the run: {error}", 1
+            except BaseException:  # bad input, another command stops everything, or Ctrl-C
+                with contextlib.suppress(ServiceError):
+                    await client.abandon_session(session["session"])
+                raise
             ends[ended] += 1
             num_failures = num_failures + 1 if num_turns == 0 else 0
             if num_failures == MAX_FAILURES:
@@ -169,6 +171,9 @@ class Rollout:
         try:
             await client.post_reward(name, end.reward)
         except ServiceError as error:
+            if error.status == 422:  # the number is out of range
+                await client.abandon_session(name)
+                return str(error), num_turns
             if error.status != 400:
                 raise
             other = "" if self.image else ", or write it to DORA_REWARD_FILE"
@@ -256,8 +261,8 @@ async def _start(
             env={**os.environ, **environment},
             start_new_session=True,
         )
-    except OSError as error:
-        raise InputError(f"cannot start {command[0]}: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL character, which no variable can have
+        raise InputError(f"cannot start {command[0]}: {getattr(error, 'strerror', error)}") from error
 
 
 async def _remove_container(container: str) -> bool:
