@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,20 @@ def test_a_text_that_begins_as_the_turn_before_it_ended_is_whole_in_a_branch(run
     assert run.replies() == [EpisodeBranched(EPISODE, 1, ids(run, "13:,77,8,"), 4, 5)]
 
 
+def test_turns_of_the_same_text_keep_their_own_tokens(run: FakeRun) -> None:
+    open_session(run)
+    answer, end = {"role": "assistant", "content": "7"}, run.setup.tokenizer.eos_id
+    complete_with(run, [USER], "7", reason="turn_length")
+    run.replies()
+    again = replace(turn_of(run, "7", 1), token_ids=[*ids(run, "7"), end])
+    body = {"messages": [USER, answer, NEXT]}
+    run.ask(CHAT, body, again, **{"Dora-Session": "a"})
+    run.replies()
+    complete_with(run, [USER, answer, {"role": "user", "content": "3"}], "8", number=2)
+    assert run.replies() == [EpisodeBranched(EPISODE, 1, ids(run, "13:73"), 1, 4)]
+    assert run.agents.num_retokenized == 0
+
+
 def test_text_completions_continue_the_sampled_tokens(run: FakeRun) -> None:
     run.agents.start(EPISODE, version=4)
 
@@ -287,6 +302,25 @@ def test_text_completions_continue_the_sampled_tokens(run: FakeRun) -> None:
     assert run.replies() == [EpisodeBranched(EPISODE, 1, ids(run, "13:8"), 1, 3)]
     for change in ({"echo": True}, {"n": 2}, {"logprobs": 1}, {"stream": True}, {"prompt": ["1"]}):
         error_message(run.call("POST", "/s/a/v1/completions", json={"prompt": "1", **change}), 422)
+
+
+def test_a_text_completion_of_the_text_so_far_continues_the_sampled_tokens(run: FakeRun) -> None:
+    """Also if the turn has other tokens than its text has; here it has an end token."""
+    run.agents.start(EPISODE, version=4)
+    sampled = [*ids(run, "77"), run.setup.tokenizer.eos_id]
+    run.ask("/s/a/v1/completions", {"prompt": "13:"}, replace(turn_of(run, ""), token_ids=sampled))
+    run.replies()
+    run.ask("/s/a/v1/completions", {"prompt": "13:77"}, turn_of(run, "8", 1))
+    assert run.replies() == [EpisodeBranched(EPISODE, 0, (*ids(run, "13:"), *sampled), 0, 6)]
+
+
+def test_a_repeated_text_completion_without_text_has_the_same_response(run: FakeRun) -> None:
+    run.agents.start(EPISODE, version=4)
+    end = replace(turn_of(run, ""), token_ids=[run.setup.tokenizer.eos_id])
+    first = run.ask("/s/a/v1/completions", {"prompt": "13:"}, end).json()
+    run.replies()
+    again = run.call("POST", "/s/a/v1/completions", json={"prompt": "13:"}).json()
+    assert (again["id"], again["choices"], run.replies()) == (first["id"], first["choices"], [])
 
 
 def test_a_run_that_cannot_train_on_branches_refuses_them(run: FakeRun) -> None:

@@ -434,7 +434,7 @@ class AgentSessions:
         else:
             end = base.answer.turn.token_ids
             token_ids = session.path_to(base.end) + prompts.encode_observation(new, end, turns)
-        self.num_retokenized += sum(not _contains(token_ids, ids) for ids in sampled.values())
+        self.num_retokenized += sum(not _contains(token_ids, ids) for ids in turns.values())
         return token_ids
 
     @staticmethod
@@ -445,7 +445,8 @@ class AgentSessions:
         num_known = 0
         for past in session.turns:
             text = "".join(each.content for each in past.history)
-            if num_known < len(text) < len(message.content) and message.content.startswith(text):
+            has_text = past.answer.text != "" or text != message.content  # else the past call is repeated
+            if num_known < len(text) and has_text and message.content.startswith(text):
                 known, num_known = past.history, len(text)
         messages = (*known, message._replace(content=message.content[num_known:]))
         return replace(call, messages=messages, is_text=False)
