@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -509,3 +509,12 @@ def test_a_disconnected_client_of_a_url_gets_no_episode(run: FakeRun) -> None:
     run.agents.start(EPISODE, version=0)
     run.process()
     assert run.agents.num_waiting == 1
+
+
+def test_a_body_without_end_is_refused_although_the_request_needs_none(run: FakeRun) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x" * 1000
+
+    response = run.call("PUT", "/v1/sessions/a", params={"wait_s": 9}, content=body())
+    assert "the body has more than" in error_message(response, 413)

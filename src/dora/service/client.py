@@ -29,7 +29,7 @@ WEIGHTS_TIMEOUT_S = 900.0  # of weights, which are read, checked and published
 TURN_TIMEOUT_S = 330.0  # of a turn; longer than the service's own timeout
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0  # before a retry; doubles each time
 RETRY_STATUSES = (429, 503)
-NO_RESPONSE = "no_response"  # kind of the error after which the service may be gone
+UNREACHABLE = "unreachable"  # kind of the error if nobody listens at the address any more
 SUMMARY = "summary.json"  # in the folder of a run that has ended
 
 
@@ -222,7 +222,7 @@ class _RetryLoop:
         if not self._has_time or not (self._call.is_idempotent or is_unsent):
             what = f"{self._call.method} {self._call.path} had no response ({error!r})"
             what += f" within {self._timeout_s:g} s; is the run over?"
-            raise ServiceError(503, what, NO_RESPONSE) from error
+            raise ServiceError(503, what, UNREACHABLE if is_unsent else "") from error
 
     def next_backoff_s(self) -> float:
         """How long to wait before the next attempt; random, so that many clients do not retry at once."""

@@ -98,11 +98,14 @@ class RunHandle:
 
 
 async def while_connected(request: Request, awaitable: Awaitable[T]) -> T | None:
-    """The result of `awaitable`; cancelled, and None, once the client has disconnected."""
+    """The result of `awaitable`; cancelled, and None, once the client has disconnected.
+
+    Raises HTTPException for a body that is too large or stops arriving, also if the route takes none.
+    """
     task, disconnect = asyncio.ensure_future(awaitable), asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
+        return task.result() if task.done() else disconnect.result()
     finally:
         task.cancel()
         disconnect.cancel()

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from dora.errors import InputError, RunError, ServiceError
-from dora.service.client import NO_RESPONSE, RETRY_STATUSES, Address, AsyncClient
+from dora.service.client import RETRY_STATUSES, UNREACHABLE, Address, AsyncClient
 from dora.text import plural
 
 OPEN_WAIT_S = 30.0  # of one request for an episode; it is repeated until the run ends
@@ -62,7 +62,7 @@ class Rollout:
         """Run episodes until the run ends; returns how often they ended in which way.
 
         Raises InputError if the command cannot be started or requests no turn, if the run has no agents, or
-        if there is no Docker for the image; RunError if the service no longer responds.
+        if there is no Docker for the image; RunError if nobody listens at the address.
         """
         if self.image is not None and shutil.which("docker") is None:
             raise InputError(
@@ -96,7 +96,7 @@ class Rollout:
                     raise InputError(str(error)) from error
                 if not self.address.is_served:
                     return
-                if error.kind == NO_RESPONSE:
+                if error.kind == UNREACHABLE:
                     raise RunError(str(error)) from error
                 continue  # no episode is waiting
             try:
