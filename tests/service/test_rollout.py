@@ -151,7 +151,7 @@ def test_a_command_that_does_not_exist_is_named(run: FakeRun) -> None:
 
 def test_a_reward_out_of_range_fails_its_episode(run: FakeRun) -> None:
     ends, model = roll_out(run, AGENT + "print(1e9)")
-    assert ends == {"reward: Input should be less than or equal to 1000000": 2}
+    assert ends == {"ended by the run: reward: Input should be less than or equal to 1000000": 2}
     assert [type(end) for end in model.ends] == [EpisodeFailed, EpisodeFailed]
 
 

@@ -106,9 +106,10 @@ class Rollout:
                 if error.kind.startswith("run_"):
                     return
                 ended, num_turns = f"ended by the run: {error}", 1
+                if error.status not in RETRY_STATUSES:
+                    await _abandon(client, session["session"])  # it is open if its reward was refused
             except BaseException:  # bad input, another command stops everything, or Ctrl-C
-                with contextlib.suppress(ServiceError):
-                    await client.abandon_session(session["session"])
+                await _abandon(client, session["session"])
                 raise
             ends[ended] += 1
             num_failures = num_failures + 1 if num_turns == 0 else 0
@@ -171,9 +172,6 @@ class Rollout:
         try:
             await client.post_reward(name, end.reward)
         except ServiceError as error:
-            if error.status == 422:  # the number is out of range
-                await client.abandon_session(name)
-                return str(error), num_turns
             if error.status != 400:
                 raise
             other = "" if self.image else ", or write it to DORA_REWARD_FILE"
@@ -284,6 +282,12 @@ def describe(ends: Counter[str]) -> str:
     """How many episodes ended in which way."""
     counts = ", ".join(f"{count} {end}" for end, count in ends.most_common())
     return f"{plural(ends.total(), 'episode')}: {counts}" if ends else "0 episodes"
+
+
+async def _abandon(client: AsyncClient, session: str) -> None:
+    """End a session, if it has not ended."""
+    with contextlib.suppress(ServiceError):
+        await client.abandon_session(session)
 
 
 async def _renew_lease(client: AsyncClient, session: str, interval_s: float) -> None:
