@@ -70,3 +70,13 @@ def test_half_of_the_open_files_are_left_to_the_run(monkeypatch: pytest.MonkeyPa
     for limit, expected in ((256, 128), (10**6, 1024), (resource.RLIM_INFINITY, 1024)):
         monkeypatch.setattr(resource, "getrlimit", lambda which, limit=limit: (limit, limit))
         assert connections.max_connections() == expected
+
+
+def test_clients_without_a_token_write_nothing_to_the_log(
+    capfd: pytest.CaptureFixture[str], address: Address
+) -> None:
+    for sent in (b"no HTTP\r\n\r\n", HEAD[:-2] + b"connection: upgrade\r\nupgrade: websocket\r\n\r\n"):
+        with connect(address) as connection:
+            connection.sendall(sent)
+            assert connection.recv(1) == b"H"
+    assert capfd.readouterr().err == ""

@@ -146,6 +146,8 @@ def test_a_command_that_does_not_exist_is_named(run: FakeRun) -> None:
         Rollout(["no-such-agent"], address, run.setup.out, 2, 9.0, print).run_all()
     with pytest.raises(InputError, match=r"cannot start .*: embedded null byte"):
         Rollout(["no-such\0agent"], address, run.setup.out, 2, 9.0, print).run_all()
+    with pytest.raises(InputError, match=r"list too long; DORA_PROMPT, DORA_FIELDS .* can have 128 KiB"):
+        Rollout(["true", "x" * 2**18], address, run.setup.out, 2, 9.0, print).run_all()
     assert (run.agents.num_waiting, run.agents.num_sessions) == (1, 0)  # for another agent, at once
 
 

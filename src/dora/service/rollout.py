@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import math
 import os
@@ -260,7 +261,10 @@ async def _start(
             start_new_session=True,
         )
     except (OSError, ValueError) as error:  # ValueError: a NUL character, which no variable can have
-        raise InputError(f"cannot start {command[0]}: {getattr(error, 'strerror', error)}") from error
+        reason = str(getattr(error, "strerror", error))
+        if isinstance(error, OSError) and error.errno == errno.E2BIG:
+            reason += "; DORA_PROMPT, DORA_FIELDS and each argument can have 128 KiB"
+        raise InputError(f"cannot start {command[0]}: {reason}") from error
 
 
 async def _remove_container(container: str) -> bool:

@@ -100,7 +100,7 @@ class WebGateway:
                 http=LimitedConnection,
                 ws="none",
                 backlog=BACKLOG,
-                log_level="warning",
+                log_level="error",  # anyone can cause warnings, without a token
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
