@@ -34,7 +34,9 @@ def read_auth_token(file: str | Path, key: str) -> str:
 
 
 def write_private_file(file: Path, text: str) -> None:
-    """Write a file with mode 0600, replacing an existing one."""
-    file.unlink(missing_ok=True)
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as opened:
+    """Write a file with mode 0600, replacing an existing one. Readers never see a part of it."""
+    draft = file.with_name(file.name + ".draft")
+    draft.unlink(missing_ok=True)
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as opened:
         opened.write(text)
+    draft.replace(file)

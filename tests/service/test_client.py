@@ -17,6 +17,7 @@ import httpx
 import pytest
 from tests.service.fake_run import TOKEN, FakeRun, serve
 
+from dora.auth_token import write_private_file
 from dora.core.types import RequestId
 from dora.envs.episode import EpisodeEnded, EpisodeId, PolicyTurn
 from dora.errors import InputError, ServiceError
@@ -48,6 +49,20 @@ def test_a_client_finds_the_service_of_a_run(served: FakeRun) -> None:
         with pytest.raises(ServiceError, match="the run has no engine 9") as error:
             run.drain_engine(9)
         assert error.value.status == 404
+
+
+def test_a_client_reads_a_whole_address_while_it_is_written(tmp_path: Path) -> None:
+    text = json.dumps({"url": "http://127.0.0.1:1", "token": "x" * 10_000})
+
+    def write() -> None:
+        for _ in range(300):
+            write_private_file(tmp_path / "service.json", text)
+
+    write_private_file(tmp_path / "service.json", text)
+    writer = threading.Thread(target=write)
+    writer.start()
+    while writer.is_alive():
+        assert len(Address.of_run(tmp_path).token) == 10_000
 
 
 def test_a_folder_without_a_served_run_is_refused(tmp_path: Path) -> None:
