@@ -126,6 +126,7 @@ class FakeRun:
         prepare(folder / "start")
         overrides = [f"{key.replace('__', '.')}={value}" for key, value in changes.items()]
         self.setup = RunSetup.make(load.read_config(config, overrides), folder / "run")
+        self.setup.out.mkdir(exist_ok=True)
         self.messages = WorkerMessages()
         self.orchestrator = Orchestrator(self.setup.limits)
         self.orchestrator.start(0.0)
@@ -209,7 +210,6 @@ class FakeRun:
 @contextmanager
 def serve(run: FakeRun, settings: ServiceSection | None = None) -> Iterator[WebGateway]:
     """A real server for a run; its address is in the run's folder."""
-    run.setup.out.mkdir(exist_ok=True)
     gateway = WebGateway(settings or ServiceSection(), run.setup.out)
     gateway.open(run.requests, lambda line: None)
     try:

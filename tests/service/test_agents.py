@@ -21,7 +21,8 @@ from dora.envs.episode import (
     EpisodeStarted,
     PolicyTurn,
 )
-from dora.runtime.rollout.agent_sessions import ChatMessage, TurnRequest
+from dora.runtime.process.supervisor import DriverClock
+from dora.runtime.rollout.agent_sessions import AgentSessions, ChatMessage, TurnRequest
 from dora.service import agents
 
 EPISODE = EpisodeId(RequestId(0, 3, 1), 0)
@@ -218,6 +219,17 @@ def test_an_episode_restarts_in_another_session_after_an_engine_is_lost(run: Fak
     run.agents.start(EPISODE._replace(attempt=1), version=4)
     assert "its engine was lost" in error_message(complete(run, [USER]), 410)
     assert run.call("PUT", "/v1/sessions/b").json()["version"] == 4
+
+
+def test_a_name_opens_no_other_episode_after_a_resume(run: FakeRun) -> None:
+    open_session(run)
+    run.context.agent_sessions = resumed = AgentSessions(run.setup, run.messages, DriverClock(), print)
+    resumed.start(EPISODE, version=4)
+    assert "the run was resumed" in error_message(complete(run, [USER]), 410)
+    for path in ("chat/completions", "completions"):
+        body = {"messages": [USER]} if path.startswith("chat") else {"prompt": "13:"}
+        assert "the run was resumed" in error_message(run.call("POST", f"/s/a/v1/{path}", json=body), 410)
+    assert run.call("PUT", "/v1/sessions/b").status_code == 200
 
 
 def test_an_abandoned_episode_fails_only_if_it_has_started(run: FakeRun) -> None:

@@ -44,7 +44,6 @@ class ExternalRun(FakeRun):
     def __init__(self, folder: Path) -> None:
         preload_workers()
         super().__init__(folder, service__trainer="external", data__path='"service"')
-        self.setup.out.mkdir()
         store = WeightStore(folder / "store")
         store.folder.mkdir()
         self.stream = RunStream(store.folder / "stream", self.setup.limits.group_size)

@@ -28,6 +28,7 @@ from dora.runtime.run_setup import UPLOADED_PROMPTS
 SAMPLES = "samples.sqlite"
 CODE = "code"  # has copies of the user's files
 CODE_FILES = f"{CODE}/*.{'[0-9a-f]' * 12}.py"
+SESSIONS = "sessions.txt"  # the names of agents' sessions
 INCOMING_PARTS = "incoming/parts"  # uploads of an external trainer that are not complete
 RUN_FILES = (
     "config.toml",
@@ -38,6 +39,7 @@ RUN_FILES = (
     status.STATUS_FILE,
     UPLOADED_PROMPTS,
     TRACKER_IDS_FILE,
+    SESSIONS,
 )
 
 

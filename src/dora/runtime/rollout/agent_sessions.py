@@ -15,6 +15,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ from dora.errors import ServiceError
 from dora.runtime.process.supervisor import DriverClock
 from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.rollout.partial_outputs import SavedEpisode
+from dora.runtime.run_dir import SESSIONS
 from dora.runtime.run_setup import RunSetup
 from dora.stream.sample_db import split_branches, tokens_before
 from dora.text import plural
@@ -173,6 +175,8 @@ class AgentSessions:
         self._waiting: dict[EpisodeId, int] = {}  # episodes without an agent -> version
         self._sessions: dict[str, AgentSession] = {}
         self._ended: OrderedDict[str, AgentSession] = OrderedDict()
+        self._names_file = setup.out / SESSIONS
+        self._earlier = _read_names(self._names_file)  # sessions before a resume
         self._no_branches = _why_no_branches(setup.config)
         self.num_branches = 0
         self.num_retokenized = 0  # turns whose sampled tokens are not in the tokens of a history with them
@@ -208,12 +212,13 @@ class AgentSessions:
     def open(self, name: str) -> AgentSession | None:
         """Return the session of this name, or open it for the waiting episode with the oldest version.
 
-        Returns None if no episode waits. Raises ServiceError if the session has ended.
+        Returns None if no episode waits. Raises ServiceError if the session has ended, also before a resume.
         """
-        if name in self._sessions or name in self._ended:
+        if name in self._sessions or name in self._ended or name in self._earlier:
             return self.get(name)
         if not self._waiting:
             return None
+        self._record_name(name)
         episode = min(self._waiting, key=lambda episode: self._waiting[episode])
         session = AgentSession(name, episode, self._waiting.pop(episode), self._new_deadline_s)
         self._sessions[name] = session
@@ -243,6 +248,8 @@ class AgentSessions:
     def _get(self, name: str, expected_end: str = "") -> AgentSession:
         """The same; a session that has ended with this reason is returned, too."""
         session = self._sessions.get(name) or self._ended.get(name)
+        if session is None and name in self._earlier:
+            raise ServiceError(410, "this session has ended: the run was resumed; open another one")
         if session is None:
             raise ServiceError(
                 404,
@@ -457,6 +464,14 @@ class AgentSessions:
             return "".join(message.content for message in messages)
         return [_to_dict(message) for message in messages]
 
+    def _record_name(self, name: str) -> None:
+        """A client of a session that has ended with its process must not get another episode by its name."""
+        try:
+            with self._names_file.open("a") as file:
+                file.write(f"\n{name}")  # first the end of a line that a crash may have cut
+        except OSError as error:
+            raise ServiceError(503, f"cannot store the session: {error.strerror}; free disk space") from error
+
     def _session_of(self, episode: EpisodeId) -> AgentSession | None:
         return next((s for s in self._sessions.values() if s.episode == episode), None)
 
@@ -483,6 +498,11 @@ class AgentSessions:
 
     def _send(self, reply: EpisodeReply) -> None:
         self._driver_messages.put((None, reply))
+
+
+def _read_names(file: Path) -> frozenset[str]:
+    """The latest names of sessions."""
+    return frozenset(file.read_text().split()[-MAX_ENDED:] if file.exists() else ())
 
 
 def _check_length(messages: Sequence[ChatMessage], num_tokens: int, tools: str = "") -> None:
