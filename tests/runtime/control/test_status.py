@@ -33,6 +33,7 @@ class FakeExecutor:
         self.clock = DriverClock()
         self.workers: dict[str, list[WorkerState]] = {}
         self.missing = ""
+        self.is_paused = False
 
     def worker_states(self) -> list[WorkerState]:
         return []
@@ -115,6 +116,23 @@ def test_only_training_can_stall(run: ObservedRun) -> None:
     run.status.update()
     assert run.notices == []
     assert (run.written["idle_s"], run.written["waits"], run.written["phase"]) == (0.0, [], "saving")
+
+
+def test_a_paused_run_does_not_stall(run: ObservedRun) -> None:
+    run.status.enter(TRAINING)
+    run.executor.is_paused = True
+    for _ in range(2):
+        time.sleep(0.3)
+        run.status.update()
+    assert run.notices == []
+    assert (run.written["waits"], run.written["phase"], read_status(run.out).state) == (
+        [],
+        "paused",
+        "running",
+    )
+    run.executor.is_paused = False
+    run.status.update()
+    assert (run.notices, run.written["phase"]) == ([], "training")
 
 
 def test_the_phase_says_that_the_run_only_evaluates_or_has_finished(run: ObservedRun) -> None:

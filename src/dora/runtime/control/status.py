@@ -45,6 +45,10 @@ class ObservedExecutor(Protocol):
     @property
     def clock(self) -> DriverClock: ...
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether a client has paused the run."""
+
     def worker_states(self) -> list[WorkerState]: ...
 
     def workers_by_role(self) -> Mapping[str, Sequence[WorkerState]]:
@@ -109,6 +113,8 @@ class StatusWriter:
         if now_s < self._next_write_s:
             return
         self._next_write_s = now_s + WRITE_S
+        if self._executor.is_paused:
+            self._progress_s = now_s  # a pause is no stall
         waits = self._waits()
         if self._idle_s > self._stall_after_s and not self._is_stall_reported:
             self._is_stall_reported = True
@@ -161,7 +167,7 @@ class StatusWriter:
 
     def _waits(self) -> list[WaitEdge]:
         """The wait-for graph during training; an edge without a start begins when first seen."""
-        if self.phase != TRAINING:
+        if self.phase != TRAINING or self._executor.is_paused:
             return []
         now_s, before = self._executor.now, self._first_seen_s
         executor = self._executor
@@ -185,13 +191,14 @@ class StatusWriter:
         core, now_s = self._state(), self._clock.now_s
         is_running = state == "running"
         restarts = self._executor.restart_times() if is_running else {}
+        phase = "evaluating" if self.phase == TRAINING and core.is_only_evaluating else self.phase
         content: dict[str, Any] = {
             **self._driver,
             "unix_s": round(time.time(), 3),
             "t_s": round(self._executor.now, 3),
             "state": state,
             "reason": reason,
-            "phase": "evaluating" if self.phase == TRAINING and core.is_only_evaluating else self.phase,
+            "phase": "paused" if is_running and self._executor.is_paused else phase,
             "steps": core.num_trained // core.limits.batch_size,
             "num_steps": max(self._num_steps, core.limits.num_steps),
             "idle_s": round(self._idle_s, 3),
