@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import struct
 import subprocess
+import threading
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
+from dora.errors import RunError
 from dora.runtime.process.worker_process import WorkerInbox, WorkerOutbox
 
 
@@ -41,3 +44,18 @@ def start_processes(outbox: WorkerOutbox, inbox: WorkerInbox, spec: object) -> N
         time.sleep(1000.0)
     outbox.send([*(program.pid for program in programs), fork])
     next(inbox.receive(None))
+
+
+def lose_the_stream(outbox: WorkerOutbox, inbox: WorkerInbox, spec: object) -> None:
+    """Raise what a worker raises whose driver, which serves the sample stream, was killed."""
+    raise RunError("the connection to the stream is lost")
+
+
+class CutChannel:
+    """A channel whose driver has been killed, which this worker is the first to notice by a send."""
+
+    def send(self, messages: Any, /) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    def recv(self) -> Any:
+        threading.Event().wait()

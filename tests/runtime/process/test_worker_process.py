@@ -11,7 +11,9 @@ import threading
 import psutil
 import pytest
 from tests.runtime.process.crashing_worker import (
+    CutChannel,
     exit_during_send,
+    lose_the_stream,
     send_and_compute,
     send_and_wait,
     start_processes,
@@ -26,6 +28,7 @@ from dora.runtime.process.worker_process import (
     Worker,
     WorkerMessages,
     cpu_s,
+    run_target,
 )
 
 
@@ -72,6 +75,11 @@ def test_a_worker_whose_channel_is_cut_is_lost_and_exits(target: Target) -> None
     assert messages.get(timeout=30) == (worker, WorkerExited())
     assert wait_until_gone([process]) == []
     worker.kill()
+
+
+def test_a_worker_that_fails_because_the_driver_was_killed_prints_no_traceback() -> None:
+    """It would be the last thing in the log of a job whose driver ran out of memory, and hide the cause."""
+    run_target(CutChannel(), lose_the_stream, None)  # its exception would be printed by the process
 
 
 def test_cpu_time_includes_processes_that_have_exited() -> None:

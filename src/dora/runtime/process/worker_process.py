@@ -159,7 +159,8 @@ def run_target(channel: Channel, target: Target, spec: object) -> None:
         target(outbox, WorkerInbox(channel), spec)
     except Exception as error:
         input_error = str(error) if isinstance(error, InputError) else ""
-        outbox.send(WorkerCrashed(traceback.format_exc(), input_error))
+        with contextlib.suppress(OSError):  # the driver has exited, which is why the worker has failed
+            outbox.send(WorkerCrashed(traceback.format_exc(), input_error))
 
 
 def _run_forked(connection: Connection, target: Target, spec: object) -> None:
