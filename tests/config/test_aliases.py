@@ -99,6 +99,22 @@ def test_an_override_with_a_key_of_another_trainer_is_refused_with_ours(
 
 
 @pytest.mark.parametrize(
+    ("override", "ours"),
+    [
+        ("eval.temperature=0.6", "sampling.temperature"),
+        ("actor_rollout_ref.rollout.val_kwargs.top_p=0.95", "sampling.top_p"),
+        ("eval.max_response_length=4096", "sampling.max_response_length"),
+    ],
+)
+def test_a_sampling_key_of_evaluations_is_refused_as_one_that_also_changes_training(
+    tmp_path: Path, override: str, ours: str
+) -> None:
+    file = write_minimal(tmp_path)
+    assert f"{ours} here, for training and evaluations alike" in error_of(file, override)
+    assert "alike" not in error_of(file, f"trainer.{ours.partition('.')[2]}=1")
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("max_completion_length = 256", "max_completion_length is sampling.max_response_length here"),

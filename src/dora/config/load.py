@@ -267,13 +267,20 @@ def _suggest_alias(typed: Sequence[str]) -> str:
 
 def _suggest_section(typed: Sequence[str]) -> str:
     """The right section of keys in a wrong one; empty if there is none."""
-    found = {
-        last: [
+    found: dict[str, list[str]] = {}
+    notes: dict[str, str] = {}
+    for name in typed:
+        *tables, last = name.split(".")
+        found[last] = [
             f"{section}.{key}" for section, key, _ in iter_keys() if key == last and section != "reward_task"
         ]
-        for last in (name.rpartition(".")[2] for name in typed)
-    }
-    return "; ".join(f"{last} is {' or '.join(keys)} here" for last, keys in found.items() if keys)
+        is_of_evaluations = any(table.startswith(("eval", "val_")) for table in tables)
+        if is_of_evaluations and f"sampling.{last}" in found[last]:
+            notes[last] = ", for training and evaluations alike"
+    hints = (
+        f"{last} is {' or '.join(keys)} here{notes.get(last, '')}" for last, keys in found.items() if keys
+    )
+    return "; ".join(hints)
 
 
 def _resolve_paths(config: Config, folder_of: Callable[[str], Path]) -> Config:
