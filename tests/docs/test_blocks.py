@@ -10,7 +10,7 @@ import shlex
 import sqlite3
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.docs.blocks import BLOCKS, ROOT, Block, commands, dora, furnish, of_language, parse, run
@@ -153,9 +153,13 @@ def test_reward_functions_on_the_pages_return_rewards(here: Path) -> None:
     for page in ("README.md", "docs/quickstart.md"):
         reward: Any = names_of(page)[0]["reward"]
         assert (reward("12,30:", "06", answer="06"), reward("12,30:", "=06", answer="06")) in {(1, 0), (0, 1)}
-    (names,) = names_of("docs/data.md")
-    many: Any = names["reward"]
+    forms, thinking = names_of("docs/data.md")
+    many: Any = forms["reward"]
     assert many(["p"] * 2, ["is 72", "is 7"], answer=["72", "72"]) == [1.0, 0.0]
+    accuracy, has_format = cast(Any, thinking["accuracy"]), cast(Any, thinking["has_format"])
+    completions = ("<think>72</think>\\boxed{72}", "<think>\\boxed{72}", "\\boxed{72}")
+    assert [accuracy("p", text, answer="72") for text in completions] == [1.0, 0.0, 1.0]
+    assert [has_format("p", text) for text in completions] == [1.0, 0.0, 0.0]
 
 
 def test_engines_on_the_pages_generate(here: Path) -> None:

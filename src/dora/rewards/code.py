@@ -20,6 +20,7 @@ from typing import Any
 
 from dora.errors import RewardError
 from dora.rewards.sandbox.runner import OUTPUT_BYTES, Sandbox, SandboxLimits
+from dora.rewards.thoughts import without_thoughts
 
 _FENCED = re.compile(r"^([ \t]*)```[^`\n]*\n(.*?)^[ \t]*```[ \t\r]*$", re.DOTALL | re.MULTILINE)
 _ASSERTIONS = (Path(__file__).with_name("sandbox") / "assertions.py").read_text(encoding="utf-8")
@@ -148,10 +149,11 @@ class PassedTests:
 
 
 def extract_program(text: str) -> str:
-    """The last fenced block of a completion, or the whole text if it has none.
+    """The last fenced block of a completion after its thoughts, or the whole text there if it has none.
 
     As in Markdown, its lines lose the indentation of the opening fence, as far as they have it.
     """
+    text = without_thoughts(text)
     blocks = _FENCED.findall(text)
     if not blocks:
         return text

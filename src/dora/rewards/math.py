@@ -10,6 +10,8 @@ import re
 from fractions import Fraction
 from typing import Any
 
+from dora.rewards.thoughts import without_thoughts
+
 _MARK = "####"  # GSM8K writes it before the final answer
 _UNITS = re.compile(r"(?:^|(?<=^[+-]))\\?\$|\\?[$%]$|\\text\{[^}]*\}$")
 _COMMAS = re.compile(r"\{,\}|,\\!")  # of thousands, in LaTeX
@@ -21,14 +23,14 @@ _RATIO = re.compile(r"[+-]?\d+/\d+", re.ASCII)
 def gsm8k(prompt: Any, completion: str, *, answer: object, **row: object) -> float:
     r"""1.0 if the number after the last "####", or in the last \boxed{}, equals that of `answer`.
 
-    Where the completion has both, the later one counts. Numbers are compared exactly: 0.5 equals 1/2, and
-    72.0 equals 72. Thousands commas, a dollar sign and a percent sign are ignored. Raises ValueError if
-    `answer` has no number.
+    Where the completion has both, the later one counts. Thoughts do not count. Numbers are compared exactly:
+    0.5 equals 1/2, and 72.0 equals 72. Thousands commas, a dollar sign and a percent sign are ignored. Raises
+    ValueError if `answer` has no number.
     """
     expected = parse_number(final_answer(str(answer)) or str(answer))
     if expected is None:
         raise ValueError(f"the column answer = {answer!r} holds no number, neither after {_MARK} nor alone")
-    found = final_answer(completion)
+    found = final_answer(without_thoughts(completion))
     return float(found is not None and parse_number(found) == expected)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from dora.errors import RewardError
 from dora.rewards.math import final_answer, parse_number
+from dora.rewards.thoughts import without_thoughts
 
 try:
     import math_verify
@@ -44,16 +45,17 @@ def reward(prompt: Any, completion: str, *, answer: object, **row: object) -> fl
     """1.0 if the completion's final answer equals that of `answer`, else 0.0.
 
     The final answer is that of `final_answer`; in a completion without one, the last expression that the
-    library finds. Raises ValueError if `answer` cannot be read.
+    library finds. Thoughts do not count. Raises ValueError if `answer` cannot be read.
     """
     began_s = time.monotonic()
     expected_text = _expected_answer(str(answer))
     expected = _parse(expected_text)
     if not expected:
         raise ValueError(f"the column answer = {answer!r:.80} holds nothing that math-verify can read")
-    marked = final_answer(completion)
+    response = without_thoughts(completion)
+    marked = final_answer(response)
     if not marked:
-        return float(_is_equal(expected, _find_last(completion)))
+        return float(_is_equal(expected, _find_last(response)))
     if len(marked) > MAX_LENGTH:
         return 0.0
     for side in _sides(_normalized(marked), has_equation=_EQUALS.search(expected_text) is not None):
