@@ -11,7 +11,7 @@ from tests.service.fake_run import NoSamples
 from dora.core.actions import FinishEvaluation, StartEvaluation
 from dora.core.events import GroupScored, RequestFinished
 from dora.core.state import EvaluationRecord, State
-from dora.core.types import Chunk, EvaluationRule, GroupId, Limits, RequestId
+from dora.core.types import Chunk, CurriculumRule, EvaluationRule, GroupId, Limits, RequestId
 from dora.metrics.evaluation import (
     EvaluationResult,
     EvaluationTracker,
@@ -69,6 +69,16 @@ def test_greedy_and_sampled_responses_are_separate() -> None:
     assert metrics["val/response_length_mean"] == 3
     assert found.describe().startswith("sampled 0.250, greedy 0.250, pass@2 0.500 (0.0")
     assert found.describe().endswith("length p50 4, p99 4, 1 prompt failed")
+
+
+def test_a_sum_of_weighted_rewards_that_rounding_keeps_below_1_passes() -> None:
+    full = 0.7 * 1.0 + 0.2 * 1.0 + 0.1 * 1.0
+    assert full < 1.0
+    found = EvaluationResult(4, num_prompts=1, num_responses=2, is_greedy=False)
+    found.update(finished(RequestId(-5, 0, 0), 7))
+    found.update(GroupScored(GroupId(-5, 0), (full, 0.999)))
+    assert found.metrics()["val/pass@1"] == 0.5
+    assert CurriculumRule(1.0, None, 1).skips_after((full, full))
 
 
 def test_an_evaluation_may_be_greedy_only_or_sampled_only() -> None:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-PASSING_REWARD = 1.0  # a response with at least this reward passes: it solves its prompt
+# A response with at least this reward passes: it solves its prompt. It is 1 up to rounding, because the sum
+# 0.7 + 0.2 + 0.1 is below 1.
+PASSING_REWARD = 1.0 - 1e-6
 FIRST_IMAGE_ID = 2**30  # token ids from here to 2**31 - 1 identify images; no vocabulary is as large
 
 
