@@ -85,6 +85,16 @@ def test_a_conversation_without_roles_and_texts_is_refused(prompt: list[object])
         Dataset([{"prompt": prompt}])
 
 
+def test_the_error_for_a_content_in_parts_names_its_message() -> None:
+    """As other trainers have conversations with images; a user reads that a list must be a list."""
+    parts = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "why?"}]},
+    ]
+    with pytest.raises(DataError, match=r"prompt is a list whose message 1 has a list as content, must be a"):
+        Dataset([{"prompt": parts}])
+
+
 @pytest.mark.parametrize("column", ["prompt", "prompts", "completions", "completion_ids"])
 def test_a_column_named_like_an_argument_of_rewards_is_refused(column: str) -> None:
     with pytest.raises(DataError, match=f"the column '{column}' has the name of an argument .* rename it"):

@@ -355,7 +355,7 @@ def _check_row(row: object, prompt_key: str, location: str, reserved: Sequence[s
         )
     if not _is_prompt(prompt := row[prompt_key]):
         raise DataError(
-            f"{location}: {prompt_key} is a {type(prompt).__name__}, must be a string, or messages "
+            f"{location}: {prompt_key} is a {_describe(prompt)}, must be a string, or messages "
             'such as [{"role": "user", "content": "..."}]'
         )
     for name in {*reserved} - {prompt_key}:
@@ -375,6 +375,15 @@ def _is_prompt(prompt: object) -> bool:
             for message in prompt
         )
     return isinstance(prompt, str)
+
+
+def _describe(prompt: object) -> str:
+    """What an invalid prompt is, with the first message whose content is no text."""
+    for index, message in enumerate(prompt if isinstance(prompt, list) else ()):
+        content = message.get("content", "") if isinstance(message, Mapping) else ""
+        if not isinstance(content, str):
+            return f"list whose message {index} has a {type(content).__name__} as content"
+    return type(prompt).__name__
 
 
 @lru_cache(maxsize=16)
