@@ -55,7 +55,8 @@ def check_context(config: Config, max_position_embeddings: int) -> None:
     if config.max_sequence_length > max_position_embeddings:
         raise ConfigError(
             f"data.max_prompt_length + sampling.max_response_length = {_lengths(config)} tokens exceed the "
-            f"model's max_position_embeddings = {max_position_embeddings}; lower one of the lengths"
+            f"model's max_position_embeddings = {max_position_embeddings}; lower one of the lengths, or "
+            "raise it in config.json if rope_scaling there extends the context"
         )
 
 
