@@ -147,6 +147,20 @@ def test_a_stopped_run_ends_cleanly(start_run: StartRun, number: signal.Signals)
     check_cleaned_up(run, workers)
 
 
+def test_a_stopped_run_that_cannot_save_a_checkpoint_says_so(start_run: StartRun) -> None:
+    """As on a Ray cluster that a batch system stops with the run."""
+    run = start_run(**LONG, runtime__trainer_timeout_s=3.0)
+    run.wait_for_steps(1)
+    workers = run.workers()
+    workers[TRAINER].suspend()
+    os.kill(run.pid, signal.SIGTERM)
+    ended = run.end()
+    assert (ended.code, ended.err) == (130, ""), ended
+    lost = "the last steps have no checkpoint, so that a resume trains them again: trainer sent no heartbeat"
+    assert lost in ended.out
+    check_cleaned_up(run, workers)
+
+
 def test_a_run_stopped_while_it_starts_ends_cleanly(start_run: StartRun) -> None:
     run = start_run(**LONG)
     run.wait_until(lambda: len(run.workers()) == 4, "four workers")

@@ -260,7 +260,9 @@ class _Session:
         except Stopped as error:
             stopped = str(error)
             self._console.notice(f"stopped by {stopped}")
-            self._save_what_was_trained()
+            if (error_of_save := self._save_what_was_trained()) is not None:
+                lost = "the last steps have no checkpoint, so that a resume trains them again"
+                self._console.notice(f"{lost}: {error_of_save}")
         except RunError as error:
             self._status.fail(error)
             self._save_what_was_trained()
@@ -513,13 +515,13 @@ class _Session:
             self._between_events()
             executor.poll()
 
-    def _save_what_was_trained(self) -> None:
-        """After a stop or an error: save a checkpoint if the trainer still can."""
+    def _save_what_was_trained(self) -> Exception | None:
+        """After a stop or an error: save a checkpoint; if that fails, return its error."""
         self._signals.ignore()
         if not (self._has_begun and self._metrics.steps) or self._is_saved:
-            return
+            return None
         executor = self._executor
-        with contextlib.suppress(RunError, OSError, sqlite3.Error):
+        try:
             self._wait_for_trainer(lambda: not executor.is_in_step, "finish its step")
             for event in [event for event in executor.events if isinstance(event, Trained)]:
                 now = executor.now
@@ -527,6 +529,9 @@ class _Session:
             self._write_finished_steps()
             self._save(self._snapshot())
             self._wait_until_saved()
+        except (RunError, OSError, sqlite3.Error) as error:
+            return error
+        return None
 
     @property
     def _ends(self) -> tuple[int, int]:
