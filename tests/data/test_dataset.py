@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.data.dataset import Cursor, Dataset, Prompt, epoch_order
+from dora.data.dataset import Cursor, Dataset, Prompt, epoch_order, last_text
 from dora.data.images import ImageSource
 from dora.errors import DataError
 
@@ -75,6 +75,7 @@ def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
 def test_a_prompt_may_be_a_conversation() -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "why?"}]
     assert Dataset([{"prompt": messages}]).prompt(0) == messages
+    assert [last_text(prompt) for prompt in (messages, "why?")] == ["why?", "why?"]
 
 
 @pytest.mark.parametrize(

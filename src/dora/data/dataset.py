@@ -377,6 +377,11 @@ def _is_prompt(prompt: object) -> bool:
     return isinstance(prompt, str)
 
 
+def last_text(prompt: Prompt) -> str:
+    """The prompt's text, or that of a conversation's last message."""
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+
+
 def _describe(prompt: object) -> str:
     """What an invalid prompt is, with the first message whose content is no text."""
     for index, message in enumerate(prompt if isinstance(prompt, list) else ()):

@@ -28,6 +28,7 @@ from dora.core import codec, invariants
 from dora.core.actions import Action, SkipEvaluation, StartEvaluation
 from dora.core.events import DigestReported, Event, Published, RequestFinished, Trained, TrainerReplaced
 from dora.core.types import GroupId
+from dora.data.dataset import last_text
 from dora.errors import InputError, RunError
 from dora.full_disk import describe_full_disk, find_full_disk, is_full
 from dora.journal.reader import JOURNAL_FILE
@@ -552,7 +553,7 @@ class _Session:
         for group in (GroupId(-1 - version, row) for row in range(NUM_EXAMPLES)):
             if (rewards := evaluation.rewards.get(group)) is not None:
                 answer = setup.tokenizer.decode(self._executor.samples.finished(group)[sibling].token_ids)
-                prompt = setup.source_of(group).prompt(group.row)
+                prompt = last_text(setup.source_of(group).prompt(group.row))
                 notice(f"  {prompt} {answer}   reward {rewards[sibling]:g}")
 
     def _warn_of_length_drift(self) -> None:
