@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -238,6 +239,30 @@ def test_a_batch_larger_than_the_dataset_is_noticed(batch_size: int, is_noticed:
         "than once; lower trainer.batch_size, or add prompts"
     )
     assert setup.notices == ([notice] if is_noticed else [])
+
+
+@pytest.mark.parametrize(("warmup_steps", "is_noticed"), [(4, False), (5, True)])
+def test_a_warm_up_that_never_ends_is_noticed(warmup_steps: int, is_noticed: bool, task: Path) -> None:
+    changes = ["run.steps=5", f"trainer.warmup_steps={warmup_steps}", "trainer.lr=0.001"]
+    setup = RunSetup.make(read_config(task, changes), task.parent / "run")
+    notice = (
+        "trainer.warmup_steps = 5 and run.steps = 5: no step has the learning rate trainer.lr = 0.001; lower "
+        "warmup_steps"
+    )
+    assert setup.notices == ([notice] if is_noticed else [])
+
+
+def test_held_out_rows_that_are_trained_are_noticed(task: Path) -> None:
+    first, second, third, *_ = (task.parent / "prompts.jsonl").read_text().splitlines()
+    other = json.dumps({**json.loads(second), "number": 3})  # environments may have equal prompts in all rows
+    held_out = task.parent / "held_out.jsonl"
+    held_out.write_text("\n".join((first, other, third)) + "\n")
+    changes = [f"eval.path={held_out}", "eval.num_prompts=2"]
+    setup = RunSetup.make(read_config(task, changes), task.parent / "run")
+    assert setup.notices == [
+        "1 of 2 held-out rows is trained on, too, so the held-out reward may show what was "
+        "memorized; remove them from one of the datasets"
+    ]
 
 
 def test_a_dry_run_shows_the_notices(task: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -377,6 +377,21 @@ def _is_prompt(prompt: object) -> bool:
     return isinstance(prompt, str)
 
 
+def num_shared_rows(held_out: Dataset, training: Dataset) -> int:
+    """Held-out rows that are training rows, too: equal in all columns but `source`."""
+    prompts = {repr(held_out.prompt(index)) for index in range(len(held_out))}
+    found = {
+        _content(training.row(index))
+        for index in range(len(training))
+        if repr(training.prompt(index)) in prompts
+    }
+    return sum(_content(held_out.row(index)) in found for index in range(len(held_out)))
+
+
+def _content(row: Mapping[str, Any]) -> str:
+    return repr(sorted((name, value) for name, value in row.items() if name != "source"))
+
+
 def last_text(prompt: Prompt) -> str:
     """The prompt's text, or that of a conversation's last message."""
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]

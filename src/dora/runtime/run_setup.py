@@ -29,6 +29,7 @@ from dora.data.dataset import (
     MixedDataset,
     Rows,
     naming_source,
+    num_shared_rows,
 )
 from dora.data.images import ImageReader, ImageSource
 from dora.data.tokenizer import Tokenizer
@@ -427,7 +428,25 @@ class RunSetup:
                 f"trainer.dtype = float32 on trainer.device = {trainer.device}: GPUs have no fast attention "
                 "for fp32 and multiply it slowly; set trainer.dtype = bfloat16, the optimizer stays in fp32"
             )
-        return [*notices, *self._overlong_notices]
+        if trainer.warmup_steps >= (num_steps := self.config.run.steps):
+            notices.append(
+                f"trainer.warmup_steps = {trainer.warmup_steps} and run.steps = {num_steps}: no step has the "
+                f"learning rate trainer.lr = {trainer.lr}; lower warmup_steps"
+            )
+        return [*notices, *self._shared_row_notices, *self._overlong_notices]
+
+    @property
+    def _shared_row_notices(self) -> list[str]:
+        """How many held-out rows are training rows, too."""
+        if self.held_out is None or self.num_prompts is None:
+            return []
+        if not (num_shared := num_shared_rows(self.held_out, self.dataset)):
+            return []
+        rows, are = plural(len(self.held_out), "held-out row"), "is" if num_shared == 1 else "are"
+        return [
+            f"{num_shared} of {rows} {are} trained on, too, so the held-out reward may show what was "
+            "memorized; remove them from one of the datasets"
+        ]
 
     @property
     def _overlong_notices(self) -> list[str]:
