@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from dora.trainer.recipe import KLEstimator, LossAggMode
 LOSS_KEY = "algorithm.policy_loss"
 MAX_LOG_RATIO = 20.0  # larger log-ratios carry no information, and exp of them may overflow
 MAX_K3 = 10.0  # nats; verl's bound on one token of its low-variance estimate
-_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+_NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ POLICY_LOSSES: Mapping[str, PolicyLossFunction] = MappingProxyType(
 )
 
 
-def policy_loss_function(name: str, options: Mapping[str, Any] = _NO_OPTIONS) -> PolicyLossFunction:
+def policy_loss_function(name: str, options: Mapping[str, object] = _NO_OPTIONS) -> PolicyLossFunction:
     """The loss of a name in `POLICY_LOSSES`, or the user's own, "file.py:function".
 
     `options` are keyword arguments of the user's own. Raises ConfigError.
@@ -269,7 +269,7 @@ def check_own_loss(
     settings: LossSettings,
     *,
     has_reference: bool,
-    options: Mapping[str, Any] = _NO_OPTIONS,
+    options: Mapping[str, object] = _NO_OPTIONS,
 ) -> None:
     """Call the user's own loss with two short responses. Raises ConfigError, also if it has no gradient."""
     function = policy_loss_function(name, options)

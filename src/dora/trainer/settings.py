@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +41,7 @@ class TrainerSettings(LossSettings, LearningRateSchedule):
     betas: tuple[float, float] = (0.9, 0.999)
     max_grad_norm: float = 1.0
     policy_loss: str = "ppo_clip"  # a name of `LOSS_TRAITS`, or "file.py:function"
-    policy_loss_options: Mapping[str, Any] = field(default_factory=dict)  # arguments of that function
+    policy_loss_options: Mapping[str, object] = field(default_factory=dict)  # arguments of that function
     correction: Correction = field(default_factory=Correction)
     kl_loss_coef: float = 0.0
     kl_loss_type: KLEstimator = "k3"
