@@ -57,10 +57,13 @@ def test_a_parquet_value_that_python_cannot_have_is_refused(tmp_path: Path) -> N
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    far = pyarrow.array([10**9], pyarrow.date32())
-    parquet.write_table(pyarrow.table({"prompt": ["a"], "day": far}), tmp_path / "rows.parquet")
+    far = pyarrow.array([0, 10**9], pyarrow.date32())
+    parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "day": far}), tmp_path / "rows.parquet")
     with pytest.raises(DataError, match=r"rows\.parquet is not a readable Parquet file: days=1000000000"):
         read_rows(tmp_path / "rows.parquet")
+    pytest.importorskip("datasets")
+    with pytest.raises(DataError, match=r", row 1 cannot be read: days=1000000000.*; correct it"):
+        Dataset.from_path(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", "pandas"])

@@ -162,4 +162,9 @@ def test_a_driver_on_another_machine_is_found_by_what_it_writes(tmp_path: Path) 
         driver.join()
     write(tmp_path, host="elsewhere", state="stopped")
     assert remote_driver_of(tmp_path) is None
+    write(tmp_path, host="elsewhere", unix_s=hour_ago)
+    late = Thread(target=lambda: write(tmp_path, host="elsewhere", unix_s=hour_ago + 1))
+    late.start()
+    assert remote_driver_of(tmp_path, 0.3) is None, "the last status of a driver that has crashed"
+    late.join()
     assert remote_driver_of(write(tmp_path)) is None

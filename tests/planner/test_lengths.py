@@ -26,6 +26,11 @@ def test_a_mean_near_the_limit_is_met_with_a_heavy_tail() -> None:
     assert lengths.sample.mean() == pytest.approx(29_000, rel=0.02)
 
 
+def test_the_heaviest_tail_cannot_become_heavier() -> None:
+    lengths = LengthDistribution(10**6, 500.0, tail=29.9)
+    assert lengths.with_heavier_tail().tail == 30.0
+
+
 def test_siblings_have_the_given_correlation() -> None:
     def correlation(given: float) -> float:
         lengths = LengthDistribution(10**6, 500.0, tail=0.8, correlation=given)

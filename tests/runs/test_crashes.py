@@ -15,11 +15,14 @@ from tests.runs.conftest import StartRun
 from tests.runtime.running import CommandResult, Run, dora, journal, summary, wait_until_gone
 
 from dora.config import load
+from dora.config.schema import Config
 from dora.core.types import RequestId
 from dora.engine.request import Request
-from dora.errors import DataError
+from dora.errors import DataError, RunError
 from dora.model.pretrained import load_pretrained
-from dora.runtime.run import train
+from dora.runtime.control.admin import ControlDir
+from dora.runtime.run import resume, train
+from dora.runtime.run_dir import claim
 from dora.runtime.run_setup import RunSetup
 
 ENGINES, TRAINER = slice(0, 2), 2
@@ -195,6 +198,26 @@ def test_a_run_whose_weight_store_is_removed_says_so_and_can_be_resumed(start_ru
     assert (resumed.code, resumed.err) == (0, "")
     assert "2 trained steps kept" in resumed.out
     assert "C1 kept, C2 kept, C3 kept" in resumed.out
+
+
+class RacingSetup(RunSetup):
+    """While the files are read, another process begins to drive the run; here it is the same process."""
+
+    @classmethod
+    def make(cls, config: Config, out: Path) -> RunSetup:
+        setup = RunSetup.make(config, out)
+        ControlDir(out)
+        (out / "journal.jsonl").write_text("the other driver's header\n")
+        return setup
+
+
+def test_a_second_resume_at_the_same_moment_removes_no_file(task: Path, tmp_path: Path) -> None:
+    """The run crashed before its first event, so a resume starts it again."""
+    out = tmp_path / "run"
+    claim(out, load.read_config(task))
+    with pytest.raises(RunError, match="so another process drives this run"):
+        resume(out, (), Console(quiet=True), RacingSetup)
+    assert (out / "journal.jsonl").read_text() == "the other driver's header\n"
 
 
 class LateSetup(RunSetup):

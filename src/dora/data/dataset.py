@@ -62,8 +62,12 @@ class Dataset:
         self.prompt_key, self.image_key = prompt_key, image_key
         self._rows, self._folder = rows, folder
         self._is_jsonl = is_jsonl
-        for index, row in enumerate(rows):
-            _check_row(row, prompt_key, self.location(index), reserved)
+        index = -1
+        try:
+            for index, row in enumerate(rows):
+                _check_row(row, prompt_key, self.location(index), reserved)
+        except (ValueError, OverflowError) as error:  # of a folder: a text that is not UTF-8, a date too far
+            raise DataError(f"{self.location(index + 1)} cannot be read: {error}; correct it") from error
 
     @classmethod
     def from_path(

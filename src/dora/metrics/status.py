@@ -97,16 +97,18 @@ def remote_driver_of(run: Path, watch_s: float = REMOTE_WATCH_S) -> str | None:
     """The other machine, or container, whose driver writes the status of a run; None if there is none.
 
     Its process is not visible and its clock may differ, so a status that says "running" is watched for
-    `watch_s`.
+    `watch_s`: it must change twice, because one change may be the last one, which arrives late.
     """
-    before = _read_if_whole(run / STATUS_FILE)
-    if before.get("state") != "running" or before.get("host") == platform.node():
-        return None
-    end_s = time.monotonic() + watch_s
-    while time.monotonic() < end_s:
+    status = _read_if_whole(run / STATUS_FILE)
+    times, end_s = {status.get("unix_s")}, time.monotonic() + watch_s
+    while status.get("state") == "running" and status.get("host") != platform.node():
+        if len(times) > 2:
+            return str(status.get("host"))
+        if time.monotonic() > end_s:
+            break
         time.sleep(REMOTE_POLL_S)
-        if _read_if_whole(run / STATUS_FILE).get("unix_s", 0.0) > before.get("unix_s", 0.0):
-            return str(before.get("host"))
+        status = _read_if_whole(run / STATUS_FILE)
+        times.add(status.get("unix_s"))
     return None
 
 

@@ -208,11 +208,11 @@ class EngineCost:
 
     def migrate_s(self, num_tokens: float) -> float:
         """Copy one request's KV to another engine, from all devices of a rank at once."""
-        return num_tokens * self.model.kv_bytes / (self._network_bandwidth * self.tp_size)
+        return num_tokens * self.device_kv_bytes / self._network_bandwidth
 
     def swap_s(self, num_tokens: float) -> float:
         """Copy one request's KV to host memory, or back."""
-        return num_tokens * self.model.kv_bytes / (self.device.host_bandwidth * self.tp_size)
+        return num_tokens * self.device_kv_bytes / self.device.host_bandwidth
 
     @property
     def load_s(self) -> float:

@@ -190,7 +190,7 @@ class LengthDistribution:
         else:
             tail = 1 / (1 / self.tail + math.log(2) / math.log(50))  # from the median to the 99th
             median = self._scale * math.pow(2, 1 / self.tail)
-        heavier = replace(self, tail=tail)
+        heavier = replace(self, tail=(tail := min(tail, MAX_TAIL)))
         scale = median if self.family == "lognormal" else median * math.pow(2, -1 / tail)
         return replace(heavier, mean=min(heavier._mean_at(scale), 0.9 * self.limit))
 

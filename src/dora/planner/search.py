@@ -136,13 +136,13 @@ def candidates(problem: SearchProblem) -> dict[Choices, Deployment]:
 def _layouts(problem: SearchProblem) -> Iterator[tuple[Choices, Layout, float]]:
     """Choices, their layout, and the fraction of rows."""
     device, num = problem.device, problem.num_devices
-    max_ep_size = problem.workload.model.num_experts or 1
+    max_ep_size, num_heads = problem.workload.model.num_experts or 1, problem.workload.model.num_heads
     ep_sizes = [problem.ep_size] if problem.ep_size else [n for n in PARALLEL_SIZES if n <= max_ep_size]
     for index, name in enumerate(problem.policies):
         policy = get_policy(name)
         for tp_size, ep_size, row_fraction in product(PARALLEL_SIZES, ep_sizes, ROW_FRACTIONS):
             engine_size = tp_size * ep_size
-            if tp_size > device.node_size or engine_size > num:
+            if tp_size > device.node_size or engine_size > num or num_heads % tp_size:
                 continue
             splits = [num] if policy.is_colocated else _trainer_sizes(num, engine_size)
             for num_train, bound in product(splits, _bounds(policy, problem.max_staleness)):

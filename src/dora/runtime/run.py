@@ -100,7 +100,8 @@ def train(
     check_gpu_memory(setup)
     run_dir.claim(out, setup.config)
     try:
-        return _run(setup, console, gateway=gateway)
+        with _control_of(setup) as control:
+            return _run(setup, console, control, None, gateway)
     except InputError:
         if not has_recorded_events(out):
             run_dir.release(out)
@@ -126,13 +127,14 @@ def resume(
     setup = setup_type.make(config, run)
     check_gpu_memory(setup)
     remove_stale_control_dir(run)
-    if has_recorded_events(run):
-        with _previous_run(setup) as previous:
-            setup = replace(setup, earlier_schedules=previous.earlier_schedules)
-            return _run(setup, console, previous, gateway)
-    check_not_begun(run)
-    run_dir.reclaim(run, config)
-    return _run(setup, console, gateway=gateway)
+    with _control_of(setup) as control:  # from here on no other process drives the run
+        if has_recorded_events(run):
+            with _previous_run(setup) as previous:
+                setup = replace(setup, earlier_schedules=previous.earlier_schedules)
+                return _run(setup, console, control, previous, gateway)
+        check_not_begun(run)
+        run_dir.reclaim(run, config)
+        return _run(setup, console, control, None, gateway)
 
 
 def _inputs(config: Config) -> str:
@@ -155,17 +157,25 @@ def _previous_run(setup: RunSetup) -> Iterator[PreviousRun]:
         yield previous
 
 
+@contextlib.contextmanager
+def _control_of(setup: RunSetup) -> Iterator[ControlDir]:
+    """The control folder, which makes this process the run's driver. A failed system call ends the run."""
+    try:
+        with contextlib.closing(ControlDir(setup.out)) as control:
+            yield control
+    except (OSError, sqlite3.Error) as error:
+        raise _run_error(error, setup, {}) from error
+
+
 def _run(
     setup: RunSetup,
     console: Console,
-    previous: PreviousRun | None = None,
-    gateway: Gateway | None = None,
+    control: ControlDir,
+    previous: PreviousRun | None,
+    gateway: Gateway | None,
 ) -> dict[str, Any]:
-    try:
-        with contextlib.closing(ControlDir(setup.out)) as control, StopSignals() as signals:
-            return _Session(setup, console, signals, control, previous, gateway).run()
-    except (OSError, sqlite3.Error) as error:
-        raise _run_error(error, setup, {}) from error
+    with StopSignals() as signals:
+        return _Session(setup, console, signals, control, previous, gateway).run()
 
 
 def _run_error(error: Exception, setup: RunSetup, stored: Mapping[Path, int]) -> RunError:

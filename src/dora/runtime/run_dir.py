@@ -21,7 +21,7 @@ from dora.errors import InputError
 from dora.journal.reader import JOURNAL_FILE, explain_missing_run
 from dora.journal.writer import file_digest
 from dora.metrics import status
-from dora.metrics.status import DRIVER_FILE, driver_of, is_alive
+from dora.metrics.status import DRIVER_FILE, driver_of, is_alive, remote_driver_of
 from dora.metrics.writer import TRACKER_IDS_FILE
 from dora.runtime.run_setup import UPLOADED_PROMPTS
 
@@ -119,7 +119,12 @@ def write_driver(run: Path) -> None:
 
 
 def remove_stale_control_dir(run: Path) -> None:
-    """Remove the control folder of a driver that was killed; not that of a running one."""
+    """Remove the control folder of a driver that was killed; not that of a running one.
+
+    Raises InputError if the driver runs on another machine.
+    """
+    if (host := remote_driver_of(run)) is not None:
+        raise InputError(f"--resume {run}: this run is in progress on {host}; stop it first")
     if driver_of(run) is None:
         shutil.rmtree(run / "control", ignore_errors=True)
 

@@ -26,7 +26,7 @@ from dora.errors import InputError
 from dora.journal.extensions import Extension, find_extensions, read_extensions
 from dora.journal.reader import CONFIG_FILE, JOURNAL_FILE, Journal, explain_missing_run, read_journal
 from dora.journal.writer import file_digest
-from dora.metrics.status import driver_of, remote_driver_of
+from dora.metrics.status import driver_of
 from dora.model.pretrained import load_pretrained
 from dora.model.weights import weight_digest
 from dora.runtime.run_dir import CODE, INCOMING_PARTS, code_files
@@ -88,8 +88,6 @@ def resumed_config(run: Path, overrides: Sequence[str]) -> Config:
         raise InputError(f"--resume {explain_missing_run(run, CONFIG_FILE)}")
     if driver_of(run) is not None:
         raise InputError(f"--resume {run}: this run is in progress; stop it first")
-    if (host := remote_driver_of(run)) is not None:
-        raise InputError(f"--resume {run}: this run is in progress on {host}; stop it first")
     extended = _extension_overrides(run)
     before, config = read_config(path, extended), read_config(path, [*extended, *overrides])
     is_longer = config.run.steps > before.run.steps
