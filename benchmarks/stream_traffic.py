@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 NUM_WARMUP = 4  # batches, until all memory is allocated
+MAX_BYTES = 250_000_000  # not consumed: a producer waits, as the staleness bound has it do in a run
 PAGE_VALUES = 1024  # 4-byte values per memory page
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -43,8 +44,12 @@ class Load(NamedTuple):
     num_values: int
 
     @property
+    def batch_bytes(self) -> int:
+        return self.num_rows * self.num_values * 8
+
+    @property
     def num_bytes(self) -> int:
-        return self.num_batches * self.num_rows * self.num_values * 8
+        return self.num_batches * self.batch_bytes
 
 
 class RowLatency(NamedTuple):
@@ -86,11 +91,19 @@ class ConsumerProcess:
         return RowLatency(statistics.median(put_s), statistics.median(get_s))
 
     def all_at_once(self, producer: Producer, load: Load, rows_per_get: int) -> float:
-        """Seconds from the first put to the last commit; consumers get `rows_per_get` rows at a time."""
-        self._connection.send(("many", rows_per_get, load.num_batches * load.num_rows))
+        """Seconds from the first put to the last commit; consumers get `rows_per_get` rows at a time.
+
+        The producer keeps at most MAX_BYTES ahead of them.
+        """
+        self._connection.send(("many", rows_per_get, load))
+        max_ahead = min(load.num_batches, MAX_BYTES // load.batch_bytes)  # batches that are not consumed
         start_s = time.monotonic()
-        for _ in range(load.num_batches):
+        for number in range(load.num_batches):
+            if number >= max_ahead:
+                self._connection.recv()
             producer.put(load.num_rows, load.num_values)
+        for _ in range(max_ahead - 1):
+            self._connection.recv()
         end_s: float = self._connection.recv()
         return end_s - start_s
 
@@ -126,8 +139,8 @@ def _run_consumers(
                 for _ in range(num):
                     connection.recv()
                     connection.send(_timed_get(consumers[0]))
-            case ("many", rows_per_get, num):
-                remaining = _RemainingRows(num)
+            case ("many", rows_per_get, load):
+                remaining = _RemainingRows(load, connection)
                 threads = [
                     threading.Thread(target=_drain, args=(c, rows_per_get, remaining)) for c in consumers
                 ]
@@ -135,7 +148,7 @@ def _run_consumers(
                     thread.start()
                 for thread in threads:  # all of them: a late one would get rows of the next load
                     thread.join()
-                connection.send(remaining.end_s)
+                connection.send(remaining.end_s)  # of the last batch
 
 
 def _timed_get(consumer: Consumer) -> float:
@@ -149,16 +162,21 @@ def _timed_get(consumer: Consumer) -> float:
 
 
 class _RemainingRows:
-    """The rows that all consumers together still have to consume."""
+    """The rows that all consumers together still have to consume; reports each batch but the last."""
 
-    def __init__(self, num: int) -> None:
+    def __init__(self, load: Load, connection: Connection) -> None:
         self.is_done, self.end_s = threading.Event(), 0.0
-        self._num, self._lock = num, threading.Lock()
+        self._load, self._connection, self._lock = load, connection, threading.Lock()
+        self._num_rows = self._num_reported = 0
 
     def count(self, num: int) -> None:
         with self._lock:
-            self._num -= num
-            if self._num == 0:
+            self._num_rows += num
+            num_batches = self._num_rows // self._load.num_rows
+            while self._num_reported < min(num_batches, self._load.num_batches - 1):
+                self._num_reported += 1
+                self._connection.send(None)
+            if num_batches == self._load.num_batches:
                 self.end_s = time.monotonic()
                 self.is_done.set()
 

@@ -1,4 +1,4 @@
-"""A stream of at most 700 bytes behind a server in a thread, and its clients."""
+"""A stream behind a server in a thread, and its clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dora.stream.storage import SampleStream
 @pytest.fixture
 def server(folder: Path) -> Iterator[StreamServer]:
     made = StreamServer(
-        SampleStream(FIELDS, folder, max_bytes=700), [transport.stream_endpoint(folder), "tcp://127.0.0.1:*"]
+        SampleStream(FIELDS, folder), [transport.stream_endpoint(folder), "tcp://127.0.0.1:*"]
     )
     thread = made.start()
     yield made

@@ -11,7 +11,7 @@ from tests.stream.processes import TASK
 from dora.core.types import GroupId, RequestId
 from dora.stream.client import StreamClient
 from dora.stream.metadata import BatchRequest, SampleMeta
-from dora.stream.schema import Field, StreamBatch, TimedOut
+from dora.stream.schema import Field, StreamBatch
 
 IDS, LOGPROBS, REWARD = (
     Field("ids", "<i4", (None,)),
@@ -58,14 +58,8 @@ def numbers(batch: StreamBatch) -> list[int]:
     return found
 
 
-def try_put(client: StreamClient, *which: int, wait_s: float = 10.0) -> range | TimedOut:
-    return client.put([row(n) for n in which], columns(which), wait_s)
-
-
-def put(client: StreamClient, *which: int, wait_s: float = 10.0) -> range:
-    indices = try_put(client, *which, wait_s=wait_s)
-    assert isinstance(indices, range), indices
-    return indices
+def put(client: StreamClient, *which: int) -> range:
+    return client.put([row(n) for n in which], columns(which))
 
 
 def get(

@@ -317,25 +317,6 @@ def test_consumed_rows_are_not_kept_by_consumers_that_request_groups(metadata: M
     assert sum(type(kept) is StreamRow for kept in gc.get_objects()) < 500
 
 
-def test_a_full_stream_names_the_slowest_consumer() -> None:
-    metadata = MetadataController(NAMES, max_bytes=65)
-    assert metadata.describe_slowest() == "0 rows, and no consumer is registered"
-    metadata.register_consumer("reward", ["ids"])
-    metadata.register_consumer("actor", ["reward"])
-    add(metadata, [row(n) for n in range(4)])
-    lease_rows(metadata, "reward", BatchRequest(3))
-    metadata.commit(1, "me", 0.0)
-    fill(metadata, [0, 1])
-    lease_rows(metadata, "actor")
-    assert not metadata.has_room(10)
-    assert metadata.has_room(5)
-    assert metadata.describe_slowest() == (
-        "consumer 'actor' has 4 rows to consume: 1 ready, 1 on lease, 2 incomplete"
-    )
-    with pytest.raises(StreamError, match="a block of 66 bytes exceeds max_bytes = 65: put fewer rows"):
-        metadata.has_room(66)
-
-
 class Traffic(RuleBasedStateMachine):
     """Two consumers, one of groups; clients crash and leases expire; a model counts what is consumed."""
 

@@ -199,7 +199,7 @@ def test_a_fill_waits_for_room(run: StreamedRun, disk: FullDisk) -> None:
     disk.is_full, disk.last_refused = True, 1
     client = StreamClient(transport.stream_endpoint(run.stream.folder))
     rewards = {"reward": np.ones(2), "advantage": np.zeros(2)}
-    run_stream.fill(client, run.stream.folder, [0, 1], rewards)
+    run_stream.wait_for_room(run.stream.folder, lambda: client.fill([0, 1], rewards))
     assert disk.num_refused == 1
     client.close()
     assert numbers(run.reader.read_group(GROUPS[0])) == [(2, 1.0, 0.0), (3, 1.0, 0.0)]

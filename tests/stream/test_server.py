@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.stream.processes import TASK, StreamProcess
-from tests.stream.sample_rows import ALL, FIELDS, columns, get, group, numbers, put, rewards, row, try_put
+from tests.stream.sample_rows import ALL, FIELDS, columns, get, group, numbers, put, rewards, row
 
 from dora.curve import CurveAddress, CurveConnection
 from dora.errors import RunError, StorageFullError, StreamError
@@ -88,44 +88,25 @@ def test_an_evicted_client_loses_its_leases_and_pending_requests(
         new_client(is_local=False).evict(client.client_id)
 
 
-def test_a_producer_waits_while_the_stream_is_full(
-    new_client: Callable[..., StreamClient], client: StreamClient
-) -> None:
-    assert put(client, *range(8)) == range(8)
-    client.fill([*range(8)], rewards([*range(8)]))
-    full = try_put(client, 8, wait_s=0.05)
-    assert isinstance(full, TimedOut)
-    assert full.reason.startswith("the stream is full: consumer 'reward' has 8 rows to consume: 8 ready")
-    found: list[range | TimedOut] = []
-    waiting = threading.Thread(target=lambda: found.append(put(client, 8)))
-    waiting.start()
-    other = new_client()
-    for name in (TASK, "actor"):
-        other.commit(get(other, name))
-    waiting.join()
-    assert found == [range(8, 9)]
-    assert numbers(get(other)) == [8]
-
-
-def test_a_producer_waits_while_the_file_system_is_full(
+def test_a_put_or_fill_into_a_full_file_system_is_refused_and_may_be_repeated(
     client: StreamClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def make(path: Path, num_bytes: int) -> mmap.mmap:
-        if is_full.pop(0):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return make_segment(path, num_bytes)
+    def full(path: Path, num_bytes: int) -> mmap.mmap:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    make_segment, is_full = storage._create_segment, [True] * 100
-    monkeypatch.setattr(storage, "_create_segment", make)
-    late = try_put(client, 0, wait_s=0.05)
-    assert isinstance(late, TimedOut)
-    assert "consumer 'reward' has 0 rows" in late.reason
-    # A local client retries by itself; for a remote one the server allocates, and only once.
-    is_full[:] = [*[True] * client.shares_memory, False, *[True] * 100]
-    assert put(client, 0) == range(1)
-    with pytest.raises(StorageFullError, match="No space left on device"):
-        client.fill([0], {"routes": [np.zeros((1 << 22, 3), np.int16)]})
-    assert client.status()["num_rows"] == 1
+    large = {"routes": [np.zeros((1 << 22, 3), np.int16)]}
+    with monkeypatch.context() as disk:
+        disk.setattr(storage, "_create_segment", full)
+        with pytest.raises(
+            StorageFullError, match="No space left on device; the stream has 0 rows of 0 bytes"
+        ):
+            put(client, 3)
+    assert put(client, 3) == range(1)
+    with monkeypatch.context() as disk:
+        disk.setattr(storage, "_create_segment", full)
+        with pytest.raises(StorageFullError, match="the stream has 1 rows of"):
+            client.fill([0], large)
+    client.fill([0], large)
 
 
 def test_a_refused_request_changes_nothing_and_names_a_remedy(client: StreamClient) -> None:
@@ -138,7 +119,6 @@ def test_a_refused_request_changes_nothing_and_names_a_remedy(client: StreamClie
         (lambda: client.put([row(4)], {"ids": [np.zeros(1)]}), "'ids' is float64 and was declared <i4"),
         (lambda: client.put([row(4)], {"value": [np.zeros(1)]}), "field 'value' is not declared"),
         (lambda: client.put([], {"ids": []}), "no rows"),
-        (lambda: put(client, *range(10, 90)), "exceeds max_bytes = 700: put fewer rows"),
         (lambda: client.fill([0], columns([0])), "row 0 has ids, logprobs already"),
         (lambda: client.fill([77], rewards([7])), "row 77 does not exist"),
         (lambda: client.commit(batch), "lease 1 has ended"),

@@ -18,7 +18,6 @@ from dora.stream.storage import SampleStream, SegmentReader, SegmentWriter, is_s
 
 def put(stream: SampleStream, which: Sequence[int], version: int = 0) -> range:
     indices = stream.put([row(n, version) for n in which], columns(which))
-    assert indices is not None
     stream.free_unused()
     return indices
 
@@ -88,16 +87,6 @@ def test_a_refused_request_leaves_the_stream_unchanged(stream: SampleStream) -> 
             request()
     assert (len(stream.metadata.rows), stream.metadata.num_bytes) == before
     assert consume(stream, "reward") == [0, 1]
-
-
-def test_a_full_stream_accepts_columns_but_no_new_rows(tmp_path: Path) -> None:
-    stream = SampleStream(FIELDS, tmp_path, max_bytes=300)
-    stream.metadata.register_consumer("actor", ["ids", "reward"], group_size=2)
-    indices = put(stream, [0, 1])
-    assert stream.put([row(2)], columns([2])) is None
-    stream.fill(indices, rewards([0, 1]))
-    assert consume(stream, "actor") == [0, 1]
-    assert put(stream, [2, 3]) == range(2, 4)
 
 
 def test_segments_are_reused(tmp_path: Path) -> None:

@@ -23,10 +23,8 @@ from dora.full_disk import is_full
 from dora.stream import transport
 from dora.stream.metadata import NO_TIMEOUT, BatchRequest, BlockLocation, SampleMeta
 from dora.stream.schema import BatchPart, BlockPacker, ColumnData, Field, StreamBatch, TimedOut
-from dora.stream.storage import SegmentReader, SegmentWriter
+from dora.stream.storage import SegmentReader, SegmentWriter, storage_full_error
 from dora.stream.transport import RemoteTransport, UnixTransport
-
-_RETRY_S = 0.02  # while the file system is full
 
 
 class StreamClient:
@@ -81,31 +79,20 @@ class StreamClient:
         lease = {"lease_s": None if lease_s == NO_TIMEOUT else lease_s}
         self._call("register_consumer", {"name": name, "fields": [*fields], **rules, **lease})
 
-    def put(
-        self, samples: Sequence[SampleMeta], columns: ColumnData, wait_s: float = 60.0
-    ) -> range | TimedOut:
+    def put(self, samples: Sequence[SampleMeta], columns: ColumnData) -> range:
         """Add rows with their first columns; their indices.
 
-        Waits while the stream is full. After `wait_s` nothing is put, and the result names the slowest
-        consumer.
+        Raises StorageFullError (no StreamError) if the file system is full: nothing was put.
         """
-        wait_s = transport.parse_wait(wait_s)
         packer = BlockPacker(self.fields, columns, len(samples))
         numbers = np.array([(*s.request, s.version, s.num_tokens) for s in samples], np.int64)
-        reply = self._write("put", packer, numbers, wait_s)
-        if isinstance(reply, TimedOut):
-            return reply
-        return range(reply["first"], reply["first"] + len(samples))
+        first = self._write("put", packer, numbers)["first"]
+        return range(first, first + len(samples))
 
     def fill(self, indices: Sequence[int], columns: ColumnData) -> None:
-        """Add columns to existing rows, also if the stream is full.
-
-        Raises StorageFullError (no StreamError) if the file system is full: no column was added.
-        """
+        """Add columns to existing rows. Raises as `put`."""
         packer = BlockPacker(self.fields, columns, len(indices))
-        reply = self._write("fill", packer, np.asarray(indices, np.int64))
-        if isinstance(reply, TimedOut):
-            raise StorageFullError(reply.reason)
+        self._write("fill", packer, np.asarray(indices, np.int64))
 
     def get(
         self,
@@ -160,9 +147,9 @@ class StreamClient:
         self._call("evict", {"client_id": client_id})
 
     def status(self) -> dict[str, Any]:
-        """Number of rows and bytes, ready rows by consumer, and a sentence about the slowest consumer."""
+        """Number of rows and bytes."""
         header, _ = self._call("status", {})
-        return {name: header[name] for name in ("num_rows", "num_bytes", "num_ready", "slowest")}
+        return {name: header[name] for name in ("num_rows", "num_bytes")}
 
     def close(self) -> None:
         """Release all leases and disconnect. Rows that were put stay."""
@@ -189,44 +176,29 @@ class StreamClient:
         numbers = transport.decode_integers(rows, np.int64, 6)
         return StreamBatch(header["lease"], numbers, self.fields, parts)
 
-    def _write(self, method: str, packer: BlockPacker, numbers: Any, wait_s: float = 0.0) -> Any:
-        """Write a block and send its location, or send the block; the header of the reply, or TimedOut."""
+    def _write(self, method: str, packer: BlockPacker, numbers: Any) -> dict[str, Any]:
+        """Write a block and send its location, or send the block; the header of the reply."""
         arguments: dict[str, Any] = {"names": packer.names, "location": None}
         if self._writer is None:
             block = bytearray(packer.num_bytes)
             packer.write(block)
-            header, _ = self._call(method, arguments, (numbers, block), wait_s)
-            return TimedOut(*header["timed_out"]) if "timed_out" in header else header
-        allocated = self._allocate(self._writer, packer.num_bytes, wait_s)
-        if isinstance(allocated, TimedOut):
-            return allocated
-        location, view = allocated
+            return self._call(method, arguments, (numbers, block))[0]
+        location, view = self._allocate(self._writer, packer.num_bytes)
         packer.write(view)
         try:
-            header, _ = self._call(method, arguments | {"location": location}, (numbers,), wait_s)
-        except (StreamError, StorageFullError):  # after a RunError the server may have accepted the block
+            return self._call(method, arguments | {"location": location}, (numbers,))[0]
+        except StreamError:  # after a RunError the server may have accepted the block
             self._writer.free(location.segment)
             raise
-        if "timed_out" not in header:
-            return header
-        self._writer.free(location.segment)
-        return TimedOut(*header["timed_out"])
 
-    def _allocate(
-        self, writer: SegmentWriter, num_bytes: int, wait_s: float
-    ) -> tuple[BlockLocation, memoryview] | TimedOut:
-        """Allocate a block; while the file system is full, wait until blocks are free again."""
-        deadline_s = time.monotonic() + wait_s
-        while True:
-            try:
-                return writer.allocate(num_bytes)
-            except OSError as error:
-                if not is_full(error):
-                    raise
-                slowest = self.status()["slowest"]  # this reply also frees reusable blocks
-                if time.monotonic() >= deadline_s:
-                    return TimedOut(wait_s, f"no room for {num_bytes} bytes ({error}): {slowest}")
-                time.sleep(_RETRY_S)
+    def _allocate(self, writer: SegmentWriter, num_bytes: int) -> tuple[BlockLocation, memoryview]:
+        """Allocate a block. Raises StorageFullError."""
+        try:
+            return writer.allocate(num_bytes)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            raise storage_full_error(error, **self.status()) from error  # the reply frees reusable blocks
 
     def _call(
         self, method: str, arguments: dict[str, Any], buffers: Sequence[Any] = (), wait_s: float = 0.0

@@ -90,10 +90,9 @@ class StreamLease:
 class MetadataController:
     """The rows and consumers of a stream. The owner passes the time."""
 
-    def __init__(self, names: Iterable[str], max_bytes: int | None = None) -> None:
-        """`names` of the fields; `max_bytes` of all blocks, None: unlimited."""
+    def __init__(self, names: Iterable[str]) -> None:
+        """`names` of the fields."""
         self.field_bits = {name: 1 << i for i, name in enumerate(names)}
-        self.max_bytes = max_bytes
         self.rows: dict[int, StreamRow] = {}  # by global index
         self.consumers: dict[str, StreamConsumer] = {}
         self.num_bytes = 0
@@ -148,17 +147,6 @@ class MetadataController:
     def needed_names(self, consumer: StreamConsumer, names: Iterable[str]) -> tuple[str, ...]:
         """The fields among `names` that the consumer needs."""
         return tuple(name for name in names if self.field_bits[name] & consumer.needs)
-
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether a new block fits now. Raises StreamError if it can never fit."""
-        if self.max_bytes is None:
-            return True
-        if num_bytes > self.max_bytes:
-            raise StreamError(
-                f"a block of {num_bytes} bytes exceeds max_bytes = {self.max_bytes}: "
-                "put fewer rows at a time, or raise the limit"
-            )
-        return self.num_bytes + num_bytes <= self.max_bytes
 
     def check_new(self, samples: Sequence[SampleMeta]) -> None:
         """Raises StreamError if there are none, or if a request is repeated or has a row already."""
@@ -250,7 +238,6 @@ class MetadataController:
             if row.index not in self.rows:  # cleared meanwhile
                 continue
             row.consumed |= lease.consumer.bit
-            lease.consumer.num_consumed += 1
             if row.consumed == all_bits:
                 self._remove(row)
 
@@ -296,20 +283,6 @@ class MetadataController:
         """The existing rows of a group in sibling order."""
         return sorted(self._groups.get(group, ()), key=lambda row: row.request.sibling)
 
-    def describe_slowest(self) -> str:
-        """A sentence about the consumer with the most unconsumed rows."""
-        if not self.consumers:
-            return f"{len(self.rows)} rows, and no consumer is registered"
-        consumer = min(self.consumers.values(), key=lambda c: c.num_consumed)
-        num_behind = len(self.rows) - consumer.num_consumed
-        num_ready = consumer.ready.num_rows
-        num_leased = sum(len(lease.rows) for lease in self._leases.values() if lease.consumer is consumer)
-        num_incomplete = num_behind - num_ready - num_leased
-        return (
-            f"consumer {consumer.name!r} has {num_behind} rows to consume: {num_ready} ready, "
-            f"{num_leased} on lease, {num_incomplete} incomplete"
-        )
-
     def describe_missing(self, name: str, request: BatchRequest) -> str:
         """A sentence about what is missing for a request."""
         consumer = self.consumer(name)
@@ -354,7 +327,6 @@ class MetadataController:
         for consumer in self.consumers.values():
             if row.queued & consumer.bit:
                 consumer.ready.remove(row)
-            consumer.num_consumed -= bool(row.consumed & consumer.bit)
         del self.rows[row.index]
         self._requests.remove(row.request)
         siblings = self._groups[row.group]
@@ -421,7 +393,6 @@ class StreamConsumer:
     by_version: bool
     lease_s: float
     held_out_size: int
-    num_consumed: int = field(default=0, init=False, compare=False)  # existing rows that it has consumed
 
     def __post_init__(self) -> None:
         self.ready = ReadyQueue(self)

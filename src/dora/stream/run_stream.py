@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,6 +145,7 @@ class ThreadStorage:
 
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def _if_available(
@@ -297,16 +298,15 @@ class RunStream:
         }
         self._fill([self._indices[request.group][request.sibling] for request in scores], columns)
 
-    def _put(self, samples: Sequence[SampleMeta], columns: Mapping[str, Any]) -> range:
-        indices = self._client.put(samples, columns, WAIT_S)
-        if isinstance(indices, TimedOut):
-            self._is_full = True
-            raise storage_full_error(self.folder, indices.reason)
-        return indices
+    def _put(self, samples: Sequence[SampleMeta], columns: ColumnData) -> range:
+        return self._write(lambda: self._client.put(samples, columns))
 
     def _fill(self, indices: Sequence[int], columns: ColumnData) -> None:
+        self._write(lambda: self._client.fill(indices, columns))
+
+    def _write(self, write: Callable[[], T]) -> T:
         try:
-            fill(self._client, self.folder, indices, columns)
+            return wait_for_room(self.folder, write)
         except StorageFullError:
             self._is_full = True
             raise
@@ -332,28 +332,23 @@ def _storage_spec(
     return StorageSpec(folder, fields, consumers, host)
 
 
-def fill(client: StreamWriter, folder: Path, indices: Sequence[int], columns: ColumnData) -> None:
-    """Fill columns; while the file system is full, try again.
+def wait_for_room(folder: Path, write: Callable[[], T]) -> T:
+    """The result of a put or fill; while the file system is full, it is repeated.
 
     Raises StreamError, and StorageFullError after WAIT_S.
     """
     deadline_s = time.monotonic() + WAIT_S
     while True:
         try:
-            client.fill(indices, columns)
-            return
+            return write()
         except StorageFullError as error:
             if time.monotonic() >= deadline_s:
-                raise storage_full_error(folder, str(error)) from error
+                raise StorageFullError(
+                    f"the sample stream in {folder} has had no room for {WAIT_S:g} s: {error}; free space in "
+                    "that file system (in a container its size is --shm-size), and continue the run with "
+                    "--resume"
+                ) from error
             time.sleep(_RETRY_S)
-
-
-def storage_full_error(folder: Path, reason: str) -> StorageFullError:
-    """The error that ends a run whose stream has no room for new columns."""
-    return StorageFullError(
-        f"the sample stream in {folder} has had no room for {WAIT_S:g} s: {reason}; free space in that file "
-        "system (in a container its size is --shm-size), and continue the run with --resume"
-    )
 
 
 class GroupReader:
@@ -382,9 +377,9 @@ class GroupReader:
         return _to_samples(self._leased[group])
 
     def fill(self, group: GroupId, rows: Sequence[NDArray[np.float32]]) -> None:
-        """Fill this consumer's own column of a group, sibling by sibling. Raises as `fill`."""
+        """Fill this consumer's own column of a group, sibling by sibling. Raises as `wait_for_room`."""
         indices, columns = self._leased[group].indices, {self._consumer: rows}
-        fill(self._client, self._folder, indices, columns)
+        wait_for_room(self._folder, lambda: self._client.fill(indices, columns))
 
     def read_rows(self, indices: Sequence[int]) -> list[StoredSample]:
         """Samples by their `stream_index`, while another reader of this consumer has them on lease."""

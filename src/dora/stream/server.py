@@ -1,8 +1,8 @@
 """Serve a stream to other processes, on the same host and on others, and to other threads of this one.
 
-One thread repeats: receive requests, execute them, free unused blocks, reply. A put without room and a get
-without ready rows stay pending until they can be served or time out. Other threads call the stream directly,
-between two rounds of that thread.
+One thread repeats: receive requests, execute them, free unused blocks, reply. A get without ready rows stays
+pending until it can be served or times out. Other threads call the stream directly, between two rounds of
+that thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,10 +20,9 @@ import numpy as np
 from dora.core.types import GroupId
 from dora.curve import MAX_POLL_S, CurveAddress
 from dora.errors import RunError, StorageFullError, StreamError
-from dora.full_disk import is_full
 from dora.stream import transport
-from dora.stream.metadata import BlockLocation, SampleMeta, StreamLease
-from dora.stream.schema import BlockPacker, ColumnData, TimedOut, unpack
+from dora.stream.metadata import BatchRequest, BlockLocation, SampleMeta, StreamLease
+from dora.stream.schema import BlockPacker, ColumnData, unpack
 from dora.stream.storage import (
     SampleStream,
     decode_samples,
@@ -34,19 +32,19 @@ from dora.stream.storage import (
 )
 from dora.stream.transport import ClientConnection, Frames, Reply, ServerEndpoint
 
-_RETRY_S = 0.02  # while the stream is full
-REFUSED = (StreamError, OSError)  # an invalid request, or a full file system
+REFUSED = (StreamError, StorageFullError, OSError)
 MALFORMED = (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError)
 
 
 @dataclass(eq=False)
-class PendingRequest:
-    """A request that waits: `attempt` returns a reply once it can be served, `reason` why it cannot."""
+class PendingGet:
+    """A get that waits for ready rows."""
 
     client: ClientConnection
     request_id: int
-    attempt: Callable[[], Reply | None]
-    reason: Callable[[], str]
+    consumer: str
+    request: BatchRequest
+    is_inline: bool
     wait_s: float
     deadline_s: float
 
@@ -59,8 +57,7 @@ class StreamServer:
         self._stream = stream
         self._endpoint = ServerEndpoint(endpoints)
         self.endpoints = self._endpoint.endpoints
-        self._puts: deque[PendingRequest] = deque()
-        self._gets: dict[str, deque[PendingRequest]] = {}
+        self._gets: list[PendingGet] = []
         self._replies: list[tuple[ClientConnection, int, Reply]] = []
         self._address_file = stream.folder / transport.ADDRESS_FILE
         for endpoint in self.endpoints:
@@ -104,8 +101,8 @@ class StreamServer:
                 raise RunError("the sample stream is closed: its thread has ended")
             yield self._stream
             self._stream.free_unused()
-            ready = {name for name, c in self._stream.metadata.consumers.items() if c.ready.num_rows}
-            can_serve = bool(self._puts) or any(self._gets.get(name) for name in ready)
+            consumers = self._stream.metadata.consumers
+            can_serve = any(consumers[get.consumer].ready.num_rows for get in self._gets)
         if can_serve:
             self._endpoint.wake()
 
@@ -120,7 +117,7 @@ class StreamServer:
                 self._disconnect(client)
         self._receive(ready)
         self._stream.metadata.expire(time.monotonic())
-        self._retry_pending()
+        self._retry_gets()
         self._stream.free_unused()
         self._send_replies()
 
@@ -132,8 +129,8 @@ class StreamServer:
                 self._execute(client, frames)
 
     def _timeout_ms(self) -> int | None:
-        """Time to the first deadline of a lease or pending request."""
-        deadlines = [p.deadline_s for queue in (self._puts, *self._gets.values()) for p in queue]
+        """Time to the first deadline of a lease or pending get."""
+        deadlines = [get.deadline_s for get in self._gets]
         if (next_expiry_s := self._stream.metadata.next_expiry_s) is not None:
             deadlines.append(next_expiry_s)
         if not deadlines:
@@ -170,49 +167,39 @@ class StreamServer:
             self._endpoint.send(client, transport.encode_message(header, buffers))
         self._replies.clear()
 
-    def _retry_pending(self) -> None:
-        """Retry puts in order, so that small ones do not starve a large one; gets in any order."""
-        is_blocked = False
-        for pending in [*self._puts]:
-            is_blocked |= not self._retry(self._puts, pending, is_blocked)
-        for queue in self._gets.values():
-            for pending in [*queue]:
-                self._retry(queue, pending)
+    def _retry_gets(self) -> None:
+        """Reply to pending gets that can be served or have timed out."""
+        for get in [*self._gets]:
+            try:
+                reply = self._try_get(get)
+            except (*REFUSED, *MALFORMED) as error:
+                reply = _error_reply(error)
+            if reply is None:
+                if time.monotonic() < get.deadline_s:
+                    continue
+                reason = self._stream.metadata.describe_missing(get.consumer, get.request)
+                reply = {"timed_out": [get.wait_s, reason]}, ()
+            self._gets.remove(get)
+            self._replies.append((get.client, get.request_id, reply))
 
-    def _retry(self, queue: deque[PendingRequest], pending: PendingRequest, is_blocked: bool = False) -> bool:
-        """Reply to a pending request if it can be served or has timed out; whether it has a reply."""
-        try:
-            reply = None if is_blocked else pending.attempt()
-        except (*REFUSED, *MALFORMED) as error:
-            reply = _error_reply(error)
-        if reply is None:
-            if time.monotonic() < pending.deadline_s:
-                return False
-            reply = {"timed_out": [pending.wait_s, pending.reason()]}, ()
-        queue.remove(pending)
-        self._replies.append((pending.client, pending.request_id, reply))
-        return True
-
-    def _add_pending(
-        self,
-        queue: deque[PendingRequest],
-        client: ClientConnection,
-        header: dict[str, Any],
-        attempt: Callable[[], Reply | None],
-        reason: Callable[[], str],
-    ) -> None:
-        wait_s = transport.parse_wait(header["wait_s"])
-        deadline_s = time.monotonic() + wait_s
-        queue.append(PendingRequest(client, int(header["id"]), attempt, reason, wait_s, deadline_s))
+    def _try_get(self, get: PendingGet) -> Reply | None:
+        """Lease the rows of a get; None while they are not ready."""
+        metadata, now_s = self._stream.metadata, time.monotonic()
+        lease = metadata.lease(get.consumer, get.client.name, get.request, now_s)
+        if lease is None:
+            return None
+        with contextlib.ExitStack() as on_error:  # the client would not know that it has the lease
+            on_error.callback(metadata.release, lease.lease_id, get.client.name, now_s)
+            reply = self._lease_reply(lease, get.is_inline)
+            on_error.pop_all()
+        return reply
 
     def _disconnect(self, client: ClientConnection) -> None:
-        """Release the leases of a client, drop its pending requests and close its connection."""
+        """Release the leases of a client, drop its pending gets and close its connection."""
         self._stream.metadata.release_client(client.name)
         if client.client_id:
             self._stream.remove_owner(client.client_id)
-        for queue in (self._puts, *self._gets.values()):
-            for pending in [pending for pending in queue if pending.client is client]:
-                queue.remove(pending)
+        self._gets = [get for get in self._gets if get.client is not client]
         self._endpoint.disconnect(client)
 
     def _handle_connect(self, client: ClientConnection, header: dict[str, Any], _: Frames) -> Reply:
@@ -245,24 +232,18 @@ class StreamServer:
         self._stream.metadata.register_consumer(str(header["name"]), header["fields"], **rules)
         return {}, ()
 
-    def _handle_put(self, client: ClientConnection, header: dict[str, Any], buffers: Frames) -> None:
+    def _handle_put(self, client: ClientConnection, header: dict[str, Any], buffers: Frames) -> Reply:
         stream = self._stream
         samples = decode_samples(transport.decode_integers(buffers[0], np.int64, 5))
         if header["location"] is not None:
-            location, names = self._client_block(client, header["location"]), [*header["names"]]
-            put = partial(stream.put_block, samples, names, location)
+            indices = stream.put_block(
+                samples, header["names"], self._client_block(client, header["location"])
+            )
         else:
-            columns = unpack(stream.fields, self._names(header), len(samples), buffers[1])
-            put = partial(stream.put, samples, columns)
-
-        def attempt() -> Reply | None:
-            indices = put()
-            return None if indices is None else ({"first": indices.start}, ())
-
-        def reason() -> str:
-            return f"the stream is full: {stream.metadata.describe_slowest()}"
-
-        self._add_pending(self._puts, client, header, attempt, reason)
+            indices = stream.put(
+                samples, unpack(stream.fields, self._names(header), len(samples), buffers[1])
+            )
+        return {"first": indices.start}, ()
 
     def _handle_fill(self, client: ClientConnection, header: dict[str, Any], buffers: Frames) -> Reply:
         indices = transport.decode_integers(buffers[0], np.int64, 1)[:, 0].tolist()
@@ -282,21 +263,10 @@ class StreamServer:
             with contextlib.suppress(StreamError):  # the lease has ended
                 stream.metadata.commit(int(header["commit"]), client.name, time.monotonic())
 
-        def attempt() -> Reply | None:
-            now_s = time.monotonic()
-            lease = stream.metadata.lease(name, client.name, request, now_s)
-            if lease is None:
-                return None
-            with contextlib.ExitStack() as on_error:  # the client would not know that it has the lease
-                on_error.callback(stream.metadata.release, lease.lease_id, client.name, now_s)
-                reply = self._lease_reply(lease, is_inline)
-                on_error.pop_all()
-            return reply
-
-        def reason() -> str:
-            return stream.metadata.describe_missing(name, request)
-
-        self._add_pending(self._gets.setdefault(name, deque()), client, header, attempt, reason)
+        wait_s = transport.parse_wait(header["wait_s"])
+        deadline_s = time.monotonic() + wait_s
+        get = PendingGet(client, int(header["id"]), name, request, is_inline, wait_s, deadline_s)
+        self._gets.append(get)
 
     def _handle_read_leased(self, _: ClientConnection, header: dict[str, Any], buffers: Frames) -> Reply:
         indices = transport.decode_integers(buffers[0], np.int64, 1)[:, 0].tolist()
@@ -328,12 +298,7 @@ class StreamServer:
 
     def _handle_status(self, _: ClientConnection, __: dict[str, Any], ___: Frames) -> Reply:
         metadata = self._stream.metadata
-        return {
-            "num_rows": len(metadata.rows),
-            "num_bytes": metadata.num_bytes,
-            "num_ready": {name: consumer.ready.num_rows for name, consumer in metadata.consumers.items()},
-            "slowest": metadata.describe_slowest(),
-        }, ()
+        return {"num_rows": len(metadata.rows), "num_bytes": metadata.num_bytes}, ()
 
     def _names(self, header: dict[str, Any]) -> list[str]:
         names = [*header["names"]]
@@ -383,25 +348,13 @@ class InProcessClient:
     def __init__(self, server: StreamServer) -> None:
         self._server = server
 
-    def put(
-        self, samples: Sequence[SampleMeta], columns: ColumnData, wait_s: float = 60.0
-    ) -> range | TimedOut:
-        deadline_s = time.monotonic() + wait_s
-        while True:
-            with self._server.exclusive() as stream:
-                if (indices := stream.put(samples, columns)) is not None:
-                    return indices
-                slowest = stream.metadata.describe_slowest()
-            if time.monotonic() >= deadline_s:
-                return TimedOut(wait_s, f"the stream is full: {slowest}")
-            time.sleep(_RETRY_S)
+    def put(self, samples: Sequence[SampleMeta], columns: ColumnData) -> range:
+        with self._server.exclusive() as stream:
+            return stream.put(samples, columns)
 
     def fill(self, indices: Sequence[int], columns: ColumnData) -> None:
-        try:
-            with self._server.exclusive() as stream:
-                stream.fill(indices, columns)
-        except OSError as error:
-            raise (StorageFullError if is_full(error) else StreamError)(str(error)) from error
+        with self._server.exclusive() as stream:
+            stream.fill(indices, columns)
 
     def clear(self, groups: Iterable[GroupId]) -> None:
         with self._server.exclusive() as stream:
@@ -418,7 +371,7 @@ class InProcessClient:
 def _error_reply(error: Exception) -> Reply:
     if isinstance(error, MALFORMED):
         return {"error": f"malformed request: {type(error).__name__}: {error}"}, ()
-    return {"error": str(error), "is_full": is_full(error)}, ()
+    return {"error": str(error), "is_full": isinstance(error, StorageFullError)}, ()
 
 
 _METHODS: dict[str, Callable[[StreamServer, ClientConnection, dict[str, Any], Frames], Reply | None]] = {

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dora.core.types import RequestId
+from dora.errors import StorageFullError
 from dora.full_disk import is_full
 from dora.stream.metadata import Block, BlockLocation, MetadataController, SampleMeta, StreamLease
 from dora.stream.schema import ALIGNMENT, BatchPart, BlockPacker, ColumnData, Field, StreamBatch
@@ -28,44 +29,34 @@ from dora.stream.schema import ALIGNMENT, BatchPart, BlockPacker, ColumnData, Fi
 class SampleStream:
     """The bytes of rows of declared fields; `metadata` leases them to consumers. No method waits."""
 
-    def __init__(self, fields: Iterable[Field], folder: Path, *, max_bytes: int | None = None) -> None:
-        """Blocks are in files of `folder`; `max_bytes` limits their total size."""
+    def __init__(self, fields: Iterable[Field], folder: Path) -> None:
+        """Blocks are in files of `folder`."""
         self.fields = {field.name: field for field in fields}
         self.folder = folder
-        self.metadata = MetadataController(self.fields, max_bytes)
+        self.metadata = MetadataController(self.fields)
         self._writer = SegmentWriter(folder, secrets.token_hex(8))
         self._reader = SegmentReader(folder)
         self._num_blocks: Counter[str] = Counter()  # by segment of other owners
         self._removed_owners: set[str] = set()
         self._reusable: dict[str, Counter[str]] = defaultdict(Counter)  # by owner: freed blocks by segment
 
-    def put(self, samples: Sequence[SampleMeta], columns: ColumnData) -> range | None:
-        """Add rows with their first columns; their indices, None if it is full. Raises StreamError."""
+    def put(self, samples: Sequence[SampleMeta], columns: ColumnData) -> range:
+        """Add rows with their first columns; their indices. Raises StreamError and StorageFullError."""
         packer = BlockPacker(self.fields, columns, len(samples))
         self.metadata.check_new(samples)
-        if not self.metadata.has_room(packer.num_bytes):
-            return None
-        try:
-            location = self._write(packer)
-        except OSError as error:
-            if not is_full(error):
-                raise
-            return None
-        return self.put_block(samples, packer.names, location)
+        return self.put_block(samples, packer.names, self._write(packer))
 
     def put_block(
         self, samples: Sequence[SampleMeta], names: Sequence[str], location: BlockLocation
-    ) -> range | None:
+    ) -> range:
         """Add rows as `put`, with a block that a client has written."""
         self.metadata.field_mask(names)
         self.metadata.check_new(samples)
-        if not self.metadata.has_room(location.num_bytes):
-            return None
         block = self._make_block(names, len(samples), location)
         return self.metadata.add(samples, block)
 
     def fill(self, indices: Sequence[int], columns: ColumnData) -> None:
-        """Add columns to rows, whatever `max_bytes`. Raises StreamError; OSError for a full disk."""
+        """Add columns to rows. Raises StreamError and StorageFullError."""
         packer = BlockPacker(self.fields, columns, len(indices))
         self.metadata.check_fill(indices, packer.names)
         self.fill_block(indices, packer.names, self._write(packer))
@@ -116,7 +107,12 @@ class SampleStream:
                     path.unlink(missing_ok=True)
 
     def _write(self, packer: BlockPacker) -> BlockLocation:
-        location, view = self._writer.allocate(packer.num_bytes)
+        try:
+            location, view = self._writer.allocate(packer.num_bytes)
+        except OSError as error:
+            if is_full(error):
+                raise storage_full_error(error, len(self.metadata.rows), self.metadata.num_bytes) from error
+            raise
         packer.write(view)
         return location
 
@@ -142,6 +138,11 @@ class SampleStream:
             del self._num_blocks[segment]
             if is_segment_name(segment):
                 (self.folder / segment).unlink(missing_ok=True)
+
+
+def storage_full_error(error: OSError, num_rows: int, num_bytes: int) -> StorageFullError:
+    """Tells whether the stream fills the file system, or other files do."""
+    return StorageFullError(f"{error}; the stream has {num_rows} rows of {num_bytes} bytes")
 
 
 def encode_lease(lease: StreamLease) -> NDArray[np.int64]:

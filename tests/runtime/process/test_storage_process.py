@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
@@ -21,10 +23,10 @@ from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.sample_book import TaskRewards
 from dora.runtime.scoring.reward_manager import RewardManager, RewardTask
 from dora.runtime.scoring.reward_worker import REWARD
-from dora.stream.client import StreamClient
+from dora.stream import run_stream
 from dora.stream.run_stream import GroupReader, RunStream
 from dora.stream.sample_db import SampleStore, Trajectory
-from dora.stream.schema import TimedOut
+from dora.stream.storage import SegmentWriter
 
 REWARD_FUNCTION = """
 import time
@@ -144,6 +146,10 @@ def test_a_storage_without_restarts_left_ends_the_run(folder: Path) -> None:
     bench.close()
 
 
+def refuse(*_: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_a_full_storage_is_reported_lost_once_and_its_replacement_has_room(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +163,8 @@ def test_a_full_storage_is_reported_lost_once_and_its_replacement_has_room(
     assert len(bench.notices) == 1
     bench.wait_for_restart()
     with monkeypatch.context() as full:
-        full.setattr(StreamClient, "put", lambda *_: TimedOut(0.0, "no room"))
+        full.setattr(SegmentWriter, "allocate", refuse)
+        full.setattr(run_stream, "WAIT_S", 0.0)
         with pytest.raises(StorageFullError):
             bench.put(SCORED)
     bench.kill_storage()
