@@ -36,14 +36,13 @@ from stream_traffic import (
 )
 
 from dora.core.types import RequestId
-from dora.stream import transport
 from dora.stream.client import StreamClient
-from dora.stream.metadata import BatchRequest, SampleMeta
-from dora.stream.schema import Column, Field, StreamBatch
+from dora.stream.metadata import BatchRequest, ConsumerDeclaration, SampleMeta
+from dora.stream.schema import Field, StreamBatch
 from dora.stream.server import StreamServer
 from dora.stream.storage import SampleStream
 
-FIELDS = [Field("ids", "<i4", (None,)), Field("logprobs", "<f4", (None,))]
+FIELDS = [Field("ids", "<i4", is_jagged=True), Field("logprobs", "<f4", is_jagged=True)]
 TASK = "actor"
 NUM_CONSUMERS = (1, 4, 16)
 NUM_TOKENS = 512
@@ -58,18 +57,17 @@ def make_samples(first: int, num_rows: int, num_tokens: int) -> list[SampleMeta]
 
 
 class StreamProducer:
-    """Puts rows with a client."""
+    """Puts rows, each a group of its own, with a client."""
 
     def __init__(self, client: StreamClient) -> None:
         self._client = client
         self._next = 0
-        self._columns: dict[tuple[int, int], dict[str, Column]] = {}
+        self._columns: dict[tuple[int, int], dict[str, list[Array]]] = {}
 
     def put(self, num_rows: int, num_values: int) -> None:
         shape = num_rows, num_values
         if shape not in self._columns:
-            offsets = np.arange(num_rows + 1) * num_values
-            columns = (Column(column.reshape(-1), offsets) for column in make_columns(*shape))
+            columns = map(list, make_columns(*shape))
             self._columns[shape] = dict(zip(("ids", "logprobs"), columns, strict=True))
         self._client.put(make_samples(self._next, num_rows, num_values), self._columns[shape])
         self._next += num_rows
@@ -78,14 +76,12 @@ class StreamProducer:
 class StreamConsumer:
     """Leases rows and commits them."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._client = StreamClient(endpoint)
+    def __init__(self, folder: Path) -> None:
+        self._client = StreamClient(folder)
         self._batch: StreamBatch | None = None
 
     def get(self, num_rows: int, deadline_s: float) -> list[Array] | None:
-        found = self._client.get(
-            TASK, BatchRequest(num_rows, min_rows=num_rows), max(0.0, deadline_s - time.monotonic())
-        )
+        found = self._client.get(TASK, BatchRequest(num_rows), max(0.0, deadline_s - time.monotonic()))
         if not isinstance(found, StreamBatch):
             return None
         self._batch = found
@@ -129,8 +125,8 @@ class QueueConsumer:
 def serve(folder: Path) -> None:
     """The process of the server."""
     gc.freeze()
-    stream = SampleStream(FIELDS, folder)
-    StreamServer(stream, [transport.stream_endpoint(folder)]).run()
+    consumer = ConsumerDeclaration(TASK, ["ids", "logprobs"], lease_s=60.0)
+    StreamServer(SampleStream(FIELDS, [consumer], folder)).run()
 
 
 def measure(
@@ -152,11 +148,9 @@ def measure_stream(loads: Sequence[Load], num_ones: int) -> Measured:
     folder = Path(tempfile.mkdtemp(prefix="dora-", dir=_MEMORY if _MEMORY.is_dir() else None))
     server = multiprocessing.get_context("spawn").Process(target=serve, args=(folder,), daemon=True)
     server.start()
-    endpoint = transport.stream_endpoint(folder)
-    client = StreamClient(endpoint, timeout_s=60.0)
-    client.register_consumer(TASK, ["ids", "logprobs"], lease_s=60.0)
+    client = StreamClient(folder, timeout_s=60.0)
     try:
-        return measure(StreamProducer(client), StreamConsumer, endpoint, loads, num_ones)
+        return measure(StreamProducer(client), StreamConsumer, folder, loads, num_ones)
     finally:
         server.kill()
         server.join()
@@ -197,9 +191,8 @@ def resident_costs(sizes: Sequence[int]) -> list[Row]:
     found: list[Row] = []
     with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as name:
         fields = [*FIELDS, Field("reward", "<f8")]
-        stream = SampleStream(fields, Path(name))
-        stream.metadata.register_consumer(TASK, ["ids"])
-        stream.metadata.register_consumer("idle", ["reward"])
+        consumers = [ConsumerDeclaration(TASK, ["ids"]), ConsumerDeclaration("idle", ["reward"])]
+        stream = SampleStream(fields, consumers, Path(name))
         ids, logprobs = map(list, make_columns(256, 8))
         num_put = 0
 

@@ -71,7 +71,7 @@ LISTENS = {
     ),
     "dora.stream.transport": (
         "a Unix socket with mode 0600; CURVE at TCP endpoints, as on a cluster",
-        "tests/stream/test_invalid_requests.py::test_socket_and_address_are_readable_by_their_owner_only",
+        "tests/stream/test_invalid_requests.py::test_the_socket_can_be_used_by_its_owner_only",
         "tests/stream/test_invalid_requests.py::test_a_remote_client_without_the_key_gets_nothing",
     ),
     "dora.runtime.training.trainer_ranks": ("only finds a free port",),

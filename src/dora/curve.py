@@ -1,8 +1,8 @@
 """Connections between machines: ZeroMQ sockets with CURVE, which encrypts and authenticates both ends.
 
 A server draws its own key pair, and one for the clients of each socket. Its clients get an address, which
-contains the server's public key and their secret key, through Ray, a pipe or a private file. A peer without
-that key receives nothing, and none of its bytes reach the program: libzmq drops it during the handshake.
+contains the server's public key and their secret key, through Ray or a pipe. A peer without that key receives
+nothing, and none of its bytes reach the program: libzmq drops it during the handshake.
 
 A connection is watched: a process that exits is detected at once, a machine that is lost by TCP's keepalive
 after two minutes. A process that is suspended keeps its connections.
@@ -11,19 +11,15 @@ after two minutes. A process that is suspended keeps its connections.
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any
 
 import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
-
-from dora.auth_token import write_private_file
 
 MAX_FRAME_BYTES = 256 << 20  # that a socket receives, also from a peer that is not authenticated yet
 HANDSHAKE_TIMEOUT_S = 10.0  # of a whole handshake, on each side
@@ -43,15 +39,6 @@ class CurveAddress:
     server_key: str
     client_key: str = field(repr=False)
     client_secret: str = field(repr=False)
-
-    def write(self, file: Path) -> None:
-        """Write a file that only its owner can read."""
-        write_private_file(file, json.dumps(asdict(self)))
-
-    @classmethod
-    def read(cls, file: Path) -> Self:
-        """The address in a file of `write`. Raises OSError, ValueError or TypeError."""
-        return cls(**json.loads(file.read_text(encoding="utf-8")))
 
 
 class CurveServer:

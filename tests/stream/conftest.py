@@ -7,42 +7,37 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.stream.processes import TASK
-from tests.stream.sample_rows import FIELDS
+from tests.stream.sample_rows import serving
 
-from dora.stream import transport
 from dora.stream.client import StreamClient
 from dora.stream.server import StreamServer
-from dora.stream.storage import SampleStream
 
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[StreamServer]:
-    made = StreamServer(
-        SampleStream(FIELDS, folder), [transport.stream_endpoint(folder), "tcp://127.0.0.1:*"]
-    )
-    thread = made.start()
-    yield made
-    made.stop()
-    thread.join()
+    with serving(folder) as server:
+        yield server
 
 
 @pytest.fixture
-def new_client(server: StreamServer) -> Iterator[Callable[..., StreamClient]]:
-    """Makes clients, by default local ones; a remote one does not share memory."""
+def new_client(server: StreamServer, folder: Path) -> Iterator[Callable[..., StreamClient]]:
+    """Makes clients, by default local ones; a remote one gets the columns with the replies."""
     with ExitStack() as stack:
 
         def made(is_local: bool = True) -> StreamClient:
-            return stack.enter_context(StreamClient(server.endpoints[not is_local], timeout_s=20.0))
+            address = folder if is_local else server.remote
+            assert address is not None
+            return stack.enter_context(StreamClient(address, timeout_s=20.0))
 
         yield made
 
 
+@pytest.fixture
+def producer(new_client: Callable[..., StreamClient]) -> StreamClient:
+    return new_client()
+
+
 @pytest.fixture(params=["local", "remote"])
 def client(new_client: Callable[..., StreamClient], request: pytest.FixtureRequest) -> StreamClient:
-    """Both are on this machine."""
-    made = new_client(request.param == "local")
-    assert made.shares_memory == (request.param == "local")
-    made.register_consumer(TASK, ["ids", "logprobs"])
-    made.register_consumer("actor", ["ids", "reward"], group_size=2)
-    return made
+    """A client that reads; both are on this machine."""
+    return new_client(request.param == "local")

@@ -1,9 +1,9 @@
 """Processes that serve or use a stream, and can be killed: `python -m tests.stream.processes ROLE FOLDER`.
 
 serve    serves a stream
-produce  puts rows from 0 on and prints their numbers
-consume  leases rows and prints them; commits after each line of stdin
-drain    after a line of stdin: commits and prints rows until none come
+produce  puts groups from 0 on and prints their numbers
+consume  leases groups and prints them; commits after each line of stdin
+drain    after a line of stdin: commits and prints groups until none come
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dora.stream import transport
 from dora.stream.client import StreamClient
-from dora.stream.metadata import BatchRequest
+from dora.stream.metadata import BatchRequest, ConsumerDeclaration
 from dora.stream.schema import TimedOut
 from dora.stream.server import StreamServer
 from dora.stream.storage import SampleStream
 
 TASK = "reward"
+NUM_GROUPS = 3  # of a put and of a get
 
 
 class StreamProcess:
@@ -53,39 +53,40 @@ class StreamProcess:
 def serve(folder: Path) -> None:
     from tests.stream.sample_rows import FIELDS
 
-    server = StreamServer(SampleStream(FIELDS, folder), [transport.stream_endpoint(folder)])
+    stream = SampleStream(FIELDS, [ConsumerDeclaration(TASK, ["ids", "logprobs"])], folder)
+    server = StreamServer(stream)
     print("ready", flush=True)
     server.run()
 
 
-def produce(folder: Path, num_rows: int) -> None:
-    from tests.stream.sample_rows import columns, row
+def produce(folder: Path) -> None:
+    from tests.stream.sample_rows import put
 
-    client = StreamClient(transport.stream_endpoint(folder))
-    for first in range(0, 1_000_000, num_rows):
-        numbers = [*range(first, first + num_rows)]
-        client.put([row(n) for n in numbers], columns(numbers))
+    client = StreamClient(folder)
+    for first in range(0, 1_000_000, NUM_GROUPS):
+        numbers = range(first, first + NUM_GROUPS)
+        put(client, *numbers)
         print(*numbers, flush=True)
 
 
-def consume(folder: Path, num_rows: int) -> None:
-    from tests.stream.sample_rows import numbers
+def consume(folder: Path) -> None:
+    from tests.stream.sample_rows import GROUP_SIZE, numbers
 
-    client = StreamClient(transport.stream_endpoint(folder))
-    while not isinstance(batch := client.get(TASK, BatchRequest(num_rows), wait_s=30.0), TimedOut):
+    client, request = StreamClient(folder), BatchRequest(NUM_GROUPS * GROUP_SIZE)
+    while not isinstance(batch := client.get(TASK, request, wait_s=30.0), TimedOut):
         print("got", *numbers(batch), flush=True)
         sys.stdin.readline()
         client.commit(batch)
         print("committed", flush=True)
 
 
-def drain(folder: Path, num_rows: int) -> None:
-    from tests.stream.sample_rows import numbers
+def drain(folder: Path) -> None:
+    from tests.stream.sample_rows import GROUP_SIZE, numbers
 
-    client = StreamClient(transport.stream_endpoint(folder))
+    client, request = StreamClient(folder), BatchRequest(NUM_GROUPS * GROUP_SIZE)
     print("ready", flush=True)
     sys.stdin.readline()
-    while not isinstance(batch := client.get(TASK, BatchRequest(num_rows), wait_s=1.0), TimedOut):
+    while not isinstance(batch := client.get(TASK, request, wait_s=1.0), TimedOut):
         found = numbers(batch)
         client.commit(batch)
         print(*found, flush=True)
@@ -93,7 +94,4 @@ def drain(folder: Path, num_rows: int) -> None:
 
 if __name__ == "__main__":
     role, folder = sys.argv[1], Path(sys.argv[2])
-    if role == "serve":
-        serve(folder)
-    else:
-        {"produce": produce, "consume": consume, "drain": drain}[role](folder, 3)
+    {"serve": serve, "produce": produce, "consume": consume, "drain": drain}[role](folder)

@@ -14,59 +14,80 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.stream.processes import TASK, StreamProcess
-from tests.stream.sample_rows import ALL, FIELDS, columns, get, group, numbers, put, rewards, row
+from tests.stream.sample_rows import ALL, columns, get, group, numbers, put, rewards, samples, serving
 
-from dora.curve import CurveAddress, CurveConnection
+from dora.curve import CurveConnection
 from dora.errors import RunError, StorageFullError, StreamError
 from dora.stream import storage, transport
 from dora.stream.client import StreamClient
-from dora.stream.metadata import BatchRequest
+from dora.stream.metadata import BatchRequest, ConsumerDeclaration
 from dora.stream.schema import TimedOut
 from dora.stream.server import StreamServer
 from dora.stream.storage import SampleStream
 
 
-def test_every_consumer_gets_the_rows_of_a_producer(client: StreamClient) -> None:
-    assert put(client, 0, 1, 3) == range(3)
-    client.fill([2, 0, 1], rewards([3, 0, 1]))
-    batch, chosen = get(client), get(client, "actor", BatchRequest(groups=(group(0),)))
-    assert (numbers(batch), numbers(chosen)) == ([0, 1, 3], [0, 1])
-    assert chosen.column("reward").values.tolist() == [0.0, 1.0]
-    assert batch.column("logprobs").values.tolist() == [1.0, 3.0, 4.0, 5.0]
+def test_every_consumer_gets_the_groups_of_a_producer(producer: StreamClient, client: StreamClient) -> None:
+    put(producer, 0, 1)
+    producer.fill([group(0)], rewards(0))
+    batch, chosen = get(client), get(client, "actor", BatchRequest(group=group(0)))
+    assert (numbers(batch), numbers(chosen)) == ([0, 1], [0])
+    assert chosen.rows("reward") == [0.0, 0.0]
+    assert [values.tolist() for values in batch.rows("logprobs")] == [[], [0.0], [1.0], [1.0, 2.0]]
+    assert (chosen.indices, batch.versions) == ([0, 1], [0] * 4)
     for done in (batch, chosen):
         client.commit(done)
-    assert client.status()["num_rows"] == 1
+    assert client.status()["num_rows"] == 2
     client.clear([group(1)])
-    assert client.status()["num_bytes"] == 0
+    assert client.status() == {"num_rows": 0, "num_bytes": 0}
+
+
+def test_a_remote_client_only_reads_and_gets_only_the_columns_it_needs(
+    producer: StreamClient, new_client: Callable[..., StreamClient]
+) -> None:
+    remote = new_client(is_local=False)
+    with pytest.raises(
+        StreamError, match="put from another host: only clients on the server's host can write"
+    ):
+        put(remote, 0)
+    put(producer, 0, 1)
+    producer.fill([group(1), group(0)], rewards(1, 0))
+    batch = get(remote, "actor")
+    assert numbers(batch) == [1, 0]
+    assert "logprobs" not in batch
+    assert batch.rows("reward") == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_ranks_of_a_trainer_read_rows_that_rank_0_has_on_lease(
-    new_client: Callable[..., StreamClient], client: StreamClient
+    new_client: Callable[..., StreamClient], producer: StreamClient
 ) -> None:
     """Ranks of the same replica read the same rows."""
-    put(client, 0, 1, 2, 3)
-    batch = get(client)
+    put(producer, 0, 1)
+    batch = get(producer)
     shares = [batch.indices[::2], batch.indices[1::2]]
-    ranks = [(new_client(rank < 2), shares[rank % 2]) for rank in range(4)]
-    for rank, share in ranks:
-        assert numbers(rank.read_leased(TASK, share)) == share
+    for share in shares:
+        for _ in range(2):
+            found = new_client().read_leased(TASK, share)
+            assert found.indices == share
+            assert [values.tolist() for values in found.rows("ids")] == [
+                batch.rows("ids")[index].tolist() for index in share
+            ]
     with pytest.raises(StreamError, match="this client has no lease 0"):
-        ranks[0][0].commit(ranks[0][0].read_leased(TASK, shares[0]))
-    client.commit(batch)
+        producer.commit(producer.read_leased(TASK, shares[0]))
+    producer.commit(batch)
     with pytest.raises(StreamError, match="row 1 is not on lease to 'reward': another client must get it"):
-        ranks[1][0].read_leased(TASK, shares[1])
+        producer.read_leased(TASK, shares[1])
 
 
-def test_a_get_waits_for_rows_and_names_what_is_missing(
-    new_client: Callable[..., StreamClient], client: StreamClient
+def test_a_get_waits_for_groups_and_names_what_is_missing(
+    producer: StreamClient, client: StreamClient
 ) -> None:
-    late = client.get("actor", BatchRequest(groups=(group(0),)), wait_s=0.05)
+    late = client.get("actor", BatchRequest(group=group(0)), wait_s=0.05)
     assert isinstance(late, TimedOut)
-    assert late.reason == "group 0/0: has 0 of 2 rows, 0 on lease or consumed"
+    assert late.reason == "group 0/0 is not there"
     found: list[list[int]] = []
     waiting = threading.Thread(target=lambda: found.append(numbers(get(client))))
     waiting.start()
-    put(new_client(), 3)
+    put(producer, 3)
     waiting.join()
     assert found == [[3]]
 
@@ -78,7 +99,7 @@ def test_an_evicted_client_loses_its_leases_and_pending_requests(
     driver, crashed = new_client(), new_client(is_local=False)
     put(driver, 0)
     get(crashed)
-    crashed._send("get", {"consumer": TASK, "request": ALL._asdict(), "inline": True, "wait_s": 60.0}, ())
+    crashed._send("get", {"consumer": TASK, "request": ALL, "commit": None, "wait_s": 60.0})
     driver.evict(crashed.client_id)
     put(driver, 1)
     assert numbers(get(client)) == [0, 1]
@@ -89,72 +110,60 @@ def test_an_evicted_client_loses_its_leases_and_pending_requests(
 
 
 def test_a_put_or_fill_into_a_full_file_system_is_refused_and_may_be_repeated(
-    client: StreamClient, monkeypatch: pytest.MonkeyPatch
+    producer: StreamClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, num_bytes: int) -> mmap.mmap:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    large = {"routes": [np.zeros((1 << 22, 3), np.int16)]}
+    large = {"routes": [np.zeros(3 << 22, np.int16)] * 2}
     with monkeypatch.context() as disk:
         disk.setattr(storage, "_create_segment", full)
         with pytest.raises(
             StorageFullError, match="No space left on device; the stream has 0 rows of 0 bytes"
         ):
-            put(client, 3)
-    assert put(client, 3) == range(1)
+            put(producer, 3)
+    put(producer, 3)
     with monkeypatch.context() as disk:
         disk.setattr(storage, "_create_segment", full)
-        with pytest.raises(StorageFullError, match="the stream has 1 rows of"):
-            client.fill([0], large)
-    client.fill([0], large)
+        with pytest.raises(StorageFullError, match="the stream has 2 rows of"):
+            producer.fill([group(3)], large)
+    producer.fill([group(3)], large)
 
 
-def test_a_refused_request_changes_nothing_and_names_a_remedy(client: StreamClient) -> None:
-    put(client, 0, 1)
-    batch = get(client)
-    client.commit(batch)
-    before = client.status()
+def test_a_refused_request_changes_nothing_and_names_a_remedy(producer: StreamClient) -> None:
+    put(producer, 0)
+    batch = get(producer)
+    producer.commit(batch)
+    before = producer.status()
     bad: list[tuple[Any, str]] = [
-        (lambda: put(client, 0), "row 0/0/0 exists already: put a row once"),
-        (lambda: client.put([row(4)], {"ids": [np.zeros(1)]}), "'ids' is float64 and was declared <i4"),
-        (lambda: client.put([row(4)], {"value": [np.zeros(1)]}), "field 'value' is not declared"),
-        (lambda: client.put([], {"ids": []}), "no rows"),
-        (lambda: client.fill([0], columns([0])), "row 0 has ids, logprobs already"),
-        (lambda: client.fill([77], rewards([7])), "row 77 does not exist"),
-        (lambda: client.commit(batch), "lease 1 has ended"),
-        (lambda: client.get("critic"), "consumer 'critic' is not registered"),
-        (lambda: client.get(TASK, BatchRequest(groups=(group(0),))), "has no group_size"),
-        (lambda: client.get(TASK, BatchRequest(max_rows=0)), "max_rows = 0: must be a whole number above 0"),
-        (lambda: client.get(TASK, BatchRequest(min_rows=3)), "min_rows = 3 exceeds max_rows = 1"),
-        (lambda: client.register_consumer(TASK, ["reward"]), "registered with other rules"),
+        (lambda: put(producer, 0), "group 0/0 exists already: put a group once"),
+        (lambda: producer.put(samples(4), {"ids": [np.zeros(1)] * 2}), "'ids' is float64 of shape"),
+        (lambda: producer.put(samples(4), {"value": np.zeros(2)}), "field 'value' is not declared"),
+        (lambda: producer.put(samples(4), columns(4, 5)), "4 values for 2 rows: pass one value for each row"),
+        (lambda: producer.fill([group(0)], columns(0)), "group 0/0 has ids, logprobs already"),
+        (lambda: producer.fill([group(7)], rewards(7)), "group 0/7 does not exist"),
+        (lambda: producer.commit(batch), "lease 1 has ended"),
+        (lambda: producer.get("critic"), "consumer 'critic' is not declared"),
     ]
     for request, fragment in bad:
         with pytest.raises(StreamError, match=fragment):
             request()
-    assert client.status() == before
+    assert producer.status() == before
 
 
 def test_malformed_messages_get_an_error_and_change_nothing(
-    server: StreamServer, client: StreamClient
+    server: StreamServer, producer: StreamClient
 ) -> None:
-    address = server.endpoints[1]
-    assert isinstance(address, CurveAddress)
-    connection = CurveConnection(address)
+    assert server.remote is not None
+    connection = CurveConnection(server.remote)
 
     def send(frames: list[bytes]) -> dict[str, Any]:
         connection.send(frames)
         return transport.decode_header([frame.bytes for frame in connection.recv(20.0)])
 
     connect = {"method": "connect", "id": 1, "client_id": "f" * 16}
-    get_request = {
-        "method": "get",
-        "id": 1,
-        "consumer": TASK,
-        "request": [1, None, 1, []],
-        "inline": True,
-        "wait_s": 1,
-    }
-    put_request = {"method": "put", "id": 1, "names": ["ids"], "wait_s": 1}
+    get_request = {"method": "get", "id": 1, "consumer": TASK, "request": ALL, "commit": None, "wait_s": 1}
+    put_request = {"method": "put", "id": 1, "names": ["ids"], "num_rows": 1}
     sample = np.zeros(5, np.int64).tobytes()
     bad: list[list[bytes]] = [
         [json.dumps(get_request).encode()],  # of a client that is not connected
@@ -166,21 +175,22 @@ def test_malformed_messages_get_an_error_and_change_nothing(
         [json.dumps({"method": "explode", "id": 1}).encode()],
         [json.dumps(put_request | {"location": None}).encode(), b"123"],
         [json.dumps(put_request | {"location": None}).encode(), sample],
-        [json.dumps(put_request | {"location": None}).encode(), sample, b"short"],
         [json.dumps(put_request | {"location": ["../../etc/passwd", 0, 9]}).encode(), sample],
         [json.dumps(put_request | {"location": [f"{0:016x}-1", 0, 9]}).encode(), sample],
         [json.dumps(put_request | {"location": [f"{15:x}" * 16 + "-1", 0, 9]}).encode(), sample],
         [json.dumps({"method": "commit", "id": 1, "lease": "x"}).encode()],
         [json.dumps(connect | {"client_id": "../.."}).encode()],
         [json.dumps({"method": "get", "id": 1, "consumer": [], "request": 3}).encode()],
+        [json.dumps(get_request | {"request": [1, None, [3]]}).encode()],
     ]
-    for is_connected in (False, True):
-        for frames in bad[is_connected:]:
-            assert "error" in send(frames), frames
-        assert "error" not in send([json.dumps(connect).encode()])
+    for frames in bad:
+        assert "error" in send(frames), frames
+    assert "error" not in send([json.dumps(connect).encode()])
+    for frames in bad[1:]:
+        assert "error" in send(frames), frames
     connection.close()
-    put(client, 3)
-    assert numbers(get(client)) == [3]
+    put(producer, 3)
+    assert numbers(get(producer)) == [3]
 
 
 def test_rows_of_a_reply_that_came_too_late_go_to_another_client(
@@ -193,13 +203,7 @@ def test_rows_of_a_reply_that_came_too_late_go_to_another_client(
 
     may_reply = threading.Event()
     may_reply.set()
-    server = StreamServer(SlowStream(FIELDS, folder), [transport.stream_endpoint(folder)])
-    thread = server.start()
-    with (
-        StreamClient(server.endpoints[0]) as impatient,
-        StreamClient(server.endpoints[0]) as other,
-    ):
-        impatient.register_consumer(TASK, ["ids"])
+    with serving(folder, kind=SlowStream), StreamClient(folder) as impatient, StreamClient(folder) as other:
         put(impatient, 3)
         may_reply.clear()
         with monkeypatch.context() as limit:
@@ -209,24 +213,20 @@ def test_rows_of_a_reply_that_came_too_late_go_to_another_client(
         may_reply.set()
         impatient.status()  # before this reply it receives the lease, and releases it
         assert numbers(get(other)) == [3]
-    server.stop()
-    thread.join()
 
 
-def test_an_expired_lease_goes_to_another_client(new_client: Callable[..., StreamClient]) -> None:
-    slow, quick = new_client(), new_client()
-    slow.register_consumer("critic", ["ids"], lease_s=0.05)
-    put(slow, 3)
-    batch = get(slow, "critic")
-    again = get(quick, "critic")
-    assert numbers(again) == [3]
-    with pytest.raises(StreamError, match="lease 1 has ended"):
-        slow.commit(batch)
+def test_an_expired_lease_goes_to_another_client(folder: Path) -> None:
+    critic = ConsumerDeclaration("critic", ["ids"], lease_s=0.05)
+    with serving(folder, [critic]), StreamClient(folder) as slow, StreamClient(folder) as quick:
+        put(slow, 3)
+        batch = get(slow, "critic")
+        assert numbers(get(quick, "critic")) == [3]
+        with pytest.raises(StreamError, match="lease 1 has ended"):
+            slow.commit(batch)
 
 
 def test_a_client_that_disconnects_releases_its_leases(new_client: Callable[..., StreamClient]) -> None:
     leaving, staying = new_client(), new_client()
-    staying.register_consumer(TASK, ["ids"])
     put(leaving, 3)
     assert numbers(get(leaving)) == [3]
     leaving.close()
@@ -235,16 +235,15 @@ def test_a_client_that_disconnects_releases_its_leases(new_client: Callable[...,
 
 def test_a_client_of_a_missing_server_times_out(folder: Path) -> None:
     with pytest.raises(RunError, match=r"no stream server listened at .* for 0.05 s: is its process running"):
-        StreamClient(transport.stream_endpoint(folder), timeout_s=0.05)
+        StreamClient(folder, timeout_s=0.05)
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open (Linux)")
-def test_killed_consumers_neither_lose_nor_repeat_rows(folder: Path) -> None:
-    """Every row is committed once, although each consumer is killed at a different point."""
+def test_killed_consumers_neither_lose_nor_repeat_groups(folder: Path) -> None:
+    """Every group is committed once, although each consumer is killed at a different point."""
     server = StreamProcess("serve", folder)
     assert server.read_line() == "ready"
-    producer = StreamClient(transport.stream_endpoint(folder))
-    producer.register_consumer(TASK, ["ids", "logprobs"])
+    producer = StreamClient(folder)
     put(producer, *range(12))
     committed: list[int] = []
     for num_commits in (0, 1, 2):
@@ -256,9 +255,11 @@ def test_killed_consumers_neither_lose_nor_repeat_rows(folder: Path) -> None:
             committed += map(int, got)
         assert consumer.read_line().startswith("got") or len(committed) == 12
         consumer.kill()  # with a batch on lease
-    last = get(producer, request=BatchRequest(99, min_rows=12 - len(committed)))
-    assert sorted([*committed, *numbers(last)]) == [*range(12)]
-    producer.commit(last)
+    while len(committed) < 12:
+        last = get(producer)
+        committed += numbers(last)
+        producer.commit(last)
+    assert sorted(committed) == [*range(12)]
     assert producer.status()["num_rows"] == 0
     producer.close()
     server.kill()
@@ -266,14 +267,13 @@ def test_killed_consumers_neither_lose_nor_repeat_rows(folder: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open (Linux)")
 def test_producers_and_consumers_killed_at_random_points_leave_a_consistent_stream(folder: Path) -> None:
-    """At most the last put of the producer is unconfirmed; no row is consumed twice or never."""
+    """At most the last put of the producer is unconfirmed; no group is consumed twice or never."""
     server = StreamProcess("serve", folder)
     assert server.read_line() == "ready"
-    client = StreamClient(transport.stream_endpoint(folder))
-    client.register_consumer(TASK, ["ids"])
+    client = StreamClient(folder)
     producer = StreamProcess("produce", folder)
-    put_rows = [int(n) for _ in range(300) for n in producer.read_line().split()]
-    put_rows += [int(n) for line in producer.kill() for n in line.split()]
+    put_groups = [int(n) for _ in range(300) for n in producer.read_line().split()]
+    put_groups += [int(n) for line in producer.kill() for n in line.split()]
     consumed: list[int] = []
     for num_lines in (1, 20):
         pair = [StreamProcess("drain", folder) for _ in range(2)]
@@ -290,8 +290,8 @@ def test_producers_and_consumers_killed_at_random_points_leave_a_consistent_stre
         consumed += numbers(batch)
         client.commit(batch)
     assert len({*consumed}) == len(consumed)
-    assert 0 <= len({*consumed} - {*put_rows}) <= 3  # one put without a confirmation
-    assert len({*put_rows} - {*consumed}) <= 4 * 3  # commits without a confirmation
+    assert 0 <= len({*consumed} - {*put_groups}) <= 3  # one put without a confirmation
+    assert len({*put_groups} - {*consumed}) <= 4 * 3  # commits without a confirmation
     assert not [*folder.glob("*-[0-9]")]  # the producer's segments are removed as well
     client.close()
     server.kill()

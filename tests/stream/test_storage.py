@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.stream.sample_rows import ALL, FIELDS, columns, group, numbers, rewards, row
+from tests.stream.processes import TASK
+from tests.stream.sample_rows import ALL, CONSUMERS, FIELDS, columns, group, numbers, rewards, samples
 
 from dora.errors import StreamError
-from dora.stream.metadata import BatchRequest
+from dora.stream.metadata import BatchRequest, ConsumerDeclaration
 from dora.stream.schema import StreamBatch
 from dora.stream.storage import SampleStream, SegmentReader, SegmentWriter, is_segment_name
 
 
-def put(stream: SampleStream, which: Sequence[int], version: int = 0) -> range:
-    indices = stream.put([row(n, version) for n in which], columns(which))
+def put(stream: SampleStream, *groups: int) -> None:
+    stream.put(samples(*groups), columns(*groups))
     stream.free_unused()
-    return indices
 
 
 def get(stream: SampleStream, consumer: str, request: BatchRequest = ALL) -> StreamBatch | None:
@@ -27,8 +27,8 @@ def get(stream: SampleStream, consumer: str, request: BatchRequest = ALL) -> Str
     return None if lease is None else stream.batch(lease)
 
 
-def consume(stream: SampleStream, consumer: str, request: BatchRequest = ALL) -> list[int]:
-    batch = get(stream, consumer, request)
+def consume(stream: SampleStream, consumer: str) -> list[int]:
+    batch = get(stream, consumer)
     if batch is None:
         return []
     found = numbers(batch)
@@ -43,29 +43,24 @@ def files(folder: Path) -> set[str]:
 
 @pytest.fixture
 def stream(tmp_path: Path) -> SampleStream:
-    made = SampleStream(FIELDS, tmp_path)
-    made.metadata.register_consumer("reward", ["ids"])
-    made.metadata.register_consumer("actor", ["ids", "logprobs", "reward"], group_size=2)
-    return made
+    return SampleStream(FIELDS, CONSUMERS, tmp_path)
 
 
 def test_a_row_has_the_columns_of_two_producers(stream: SampleStream) -> None:
-    indices = put(stream, [0, 1, 3])
-    assert consume(stream, "reward") == [0, 1, 3]
+    put(stream, 0, 1, 3)
+    assert consume(stream, TASK) == [0, 1, 3]
     assert get(stream, "actor") is None
-    stream.fill([*indices][::-1], rewards([3, 1, 0]))
+    stream.fill([group(1), group(0)], rewards(1, 0))
     batch = get(stream, "actor")
     assert batch is not None
-    assert numbers(batch) == [0, 1]
-    assert [float(value) for value in batch.rows("reward")] == [0.0, 1.0]
-    assert batch.column("reward").values.tolist() == [0.0, 1.0]
-    assert batch.num_tokens == [0, 1]
-    assert batch.groups == [group(0)] * 2
+    assert numbers(batch) == [1, 0]
+    assert batch.rows("reward") == [1.0, 1.0, 0.0, 0.0]
+    assert batch.indices == [2, 3, 0, 1]
 
 
 def test_a_batch_has_only_the_columns_that_its_consumer_needs(stream: SampleStream) -> None:
-    put(stream, [0])
-    batch = get(stream, "reward")
+    put(stream, 0)
+    batch = get(stream, TASK)
     assert batch is not None
     assert numbers(batch) == [0]
     with pytest.raises(KeyError):
@@ -73,31 +68,31 @@ def test_a_batch_has_only_the_columns_that_its_consumer_needs(stream: SampleStre
 
 
 def test_a_refused_request_leaves_the_stream_unchanged(stream: SampleStream) -> None:
-    put(stream, [0, 1])
+    put(stream, 0, 1)
     bad: dict[str, Callable[[], Any]] = {
-        "row 0/0/1 exists already": lambda: stream.put([row(1)], columns([1])),
-        "'ids' is float64": lambda: stream.put([row(2)], {"ids": [np.zeros(2)]}),
-        "row 0 has ids, logprobs already": lambda: stream.fill([0], columns([0])),
-        "row 9 does not exist": lambda: stream.fill([9], rewards([9])),
+        "group 0/1 exists already": lambda: put(stream, 1),
+        "'ids' is float64": lambda: stream.put(samples(2), {"ids": [np.zeros(1)] * 2}),
+        "group 0/0 has ids, logprobs already": lambda: stream.fill([group(0)], columns(0)),
+        "group 0/9 does not exist": lambda: stream.fill([group(9)], rewards(9)),
+        "4 values for 2 rows": lambda: stream.fill([group(0)], rewards(0, 1)),
         "no lease 1": lambda: stream.metadata.commit(1, "me", 0.0),
     }
-    before = len(stream.metadata.rows), stream.metadata.num_bytes
+    before = stream.metadata.num_rows, stream.metadata.num_bytes
     for message, request in bad.items():
         with pytest.raises(StreamError, match=message):
             request()
-    assert (len(stream.metadata.rows), stream.metadata.num_bytes) == before
-    assert consume(stream, "reward") == [0, 1]
+    assert (stream.metadata.num_rows, stream.metadata.num_bytes) == before
+    assert consume(stream, TASK) == [0, 1]
 
 
 def test_segments_are_reused(tmp_path: Path) -> None:
-    stream = SampleStream(FIELDS, tmp_path)
-    stream.metadata.register_consumer("reward", ["ids"])
+    stream = SampleStream(FIELDS, [ConsumerDeclaration(TASK, ["ids"])], tmp_path)
     one: dict[str, Any] = {"ids": [np.zeros(1 << 20, np.int32)], "logprobs": [np.zeros(0, np.float32)]}
     for number in range(20):
-        stream.put([row(number)], one)
+        stream.put(samples(number, group_size=1), one)
         stream.free_unused()
         if number >= 5:
-            assert get(stream, "reward", BatchRequest(1)) is not None
+            assert get(stream, TASK, BatchRequest(1)) is not None
             stream.metadata.commit(number - 4, "me", 0.0)
             stream.free_unused()
     assert 5 <= len(files(tmp_path)) <= 8  # without reuse 20
@@ -114,14 +109,11 @@ def test_a_writer_does_not_overwrite_blocks_that_are_not_freed(tmp_path: Path) -
         view[:] = b"x" * 3000
         writer.free(place.segment)
     assert bytes(reader.view(kept)) == b"k" * 1000
-    with pytest.raises(ValueError, match="exceeds its segment"):
-        reader.view(kept._replace(num_bytes=5000))
 
 
-def test_a_closed_stream_leaves_no_segments(tmp_path: Path) -> None:
-    stream = SampleStream(FIELDS, tmp_path)
+def test_a_closed_stream_leaves_no_segments(stream: SampleStream, tmp_path: Path) -> None:
     SegmentWriter(tmp_path, "a" * 16).allocate(8)  # by a client that is still connected
-    put(stream, [3])
+    put(stream, 3)
     assert len(files(tmp_path)) == 2
     stream.close()
     assert files(tmp_path) == set()

@@ -10,33 +10,28 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.stream.processes import TASK
-from tests.stream.sample_rows import FIELDS, get, numbers, put
+from tests.stream.sample_rows import get, numbers, put, serving
 
-from dora.errors import RunError, StreamError
+from dora.errors import RunError
 from dora.stream import transport
 from dora.stream.client import StreamClient
-from dora.stream.server import StreamServer
-from dora.stream.storage import SampleStream
 from dora.stream.transport import UnixConnection
 
 
 @pytest.fixture
-def client(new_client: Callable[..., StreamClient]) -> StreamClient:
-    made = new_client()
-    made.register_consumer(TASK, ["ids"])
-    return made
+def client(producer: StreamClient) -> StreamClient:
+    return producer
 
 
-def connect(server: StreamServer) -> socket.socket:
+def connect(folder: Path) -> socket.socket:
     made = socket.socket(socket.AF_UNIX)
-    made.connect(str(transport.socket_path(str(server.endpoints[0]))))
+    made.connect(str(transport.socket_path(folder)))
     made.settimeout(20.0)
     return made
 
@@ -84,8 +79,8 @@ def test_unread_messages_are_sent_later() -> None:
         assert (frames, one.has_unsent) == ([b"x" * (1 << 22)], False)
 
 
-def test_a_client_that_does_not_read_blocks_no_other(server: StreamServer, client: StreamClient) -> None:
-    with connect(server) as unread:
+def test_a_client_that_does_not_read_blocks_no_other(folder: Path, client: StreamClient) -> None:
+    with connect(folder) as unread:
         unread.settimeout(0.0)
         request = json.dumps({"id": 1, "method": "x" * 5000}).encode()
         framed = struct.pack("<2Q", 1, len(request)) + request
@@ -96,36 +91,23 @@ def test_a_client_that_does_not_read_blocks_no_other(server: StreamServer, clien
 
 @pytest.mark.parametrize("sizes", [(1, 2**40), (2**40,), (2**64 - 1,), (2, 2**63, 2**63)])
 def test_a_message_that_is_too_long_gets_an_error_and_its_client_is_disconnected(
-    server: StreamServer, client: StreamClient, sizes: tuple[int, ...]
+    folder: Path, client: StreamClient, sizes: tuple[int, ...]
 ) -> None:
-    with connect(server) as sender:
+    with connect(folder) as sender:
         sender.sendall(struct.pack(f"<{len(sizes)}Q", *sizes))
         connection = UnixConnection(sender)
         connection.receive()
         frames = connection.next_message()
         assert frames is not None
-        assert "put fewer rows at a time" in transport.decode_header(frames)["error"]
+        assert "exceeds the limit of" in transport.decode_header(frames)["error"]
         with pytest.raises(ConnectionResetError):
             connection.receive()
     assert client.status()["num_rows"] == 0
 
 
-def test_a_client_does_not_send_a_message_that_is_too_long(
-    client: StreamClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transport, "MAX_MESSAGE_BYTES", 100)
-    with pytest.raises(StreamError, match="a message of 400 bytes exceeds the limit of 100"):
-        put(client, *range(10))
-    monkeypatch.undo()
-    assert put(client, 0) == range(1)
-
-
 def test_the_exit_of_a_server_is_detected_at_once(folder: Path) -> None:
-    server = StreamServer(SampleStream(FIELDS, folder), [transport.stream_endpoint(folder)])
-    thread = server.start()
-    client = StreamClient(server.endpoints[0])
-    server.stop()
-    thread.join()
+    with serving(folder):
+        client = StreamClient(folder)
     with pytest.raises(RunError, match=r"is lost .*: has its process exited"):
         client.status()
     client.close()
@@ -135,7 +117,7 @@ _FORKS = """
 import os, sys, time
 from pathlib import Path
 from dora.stream.client import StreamClient
-client = StreamClient(sys.argv[1])
+client = StreamClient(Path(sys.argv[1]))
 client.get(sys.argv[2])
 if os.fork() == 0:
     time.sleep(60)
@@ -146,10 +128,10 @@ time.sleep(60)
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open (Linux)")
 def test_a_killed_process_releases_its_rows_although_a_child_has_its_socket(
-    server: StreamServer, client: StreamClient
+    folder: Path, client: StreamClient
 ) -> None:
     put(client, 3)
-    command = [sys.executable, "-c", _FORKS, str(server.endpoints[0]), TASK]
+    command = [sys.executable, "-c", _FORKS, str(folder), TASK]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         process.stdout.readline()

@@ -128,7 +128,7 @@ def _call_rewards(setup: RunSetup) -> str:
     supervisor.check_starts()
     with tempfile.TemporaryDirectory(prefix="dora-") as folder:
         leases = {task.name: task.lease_s() for task in tasks}
-        stream = RunStream(Path(folder) / "stream", 1, tasks=leases, held_out_size=1)
+        stream = RunStream(Path(folder) / "stream", 1, tasks=leases)
         manager = RewardManager(
             tasks, stream, supervisor, lambda group: [], lambda event, _: events.append(event), lambda _: None
         )

@@ -520,10 +520,7 @@ def _make_stream(
     """The sample stream. On Ray its storage is an actor on the driver's node, else a thread of the driver."""
     config, is_multi_node = setup.config, launcher.host is not None
     leases = {task.name: task.lease_s(is_multi_node) for task in tasks if not task.is_external}
-    num_answers = setup.evaluation.num_answers if setup.evaluation else 0
     serve: Callable[[StorageSpec], StreamStorage] = ThreadStorage
     if config.runtime.kind == "ray":
         serve = partial(StorageProcess, supervisor=supervisor, config=config, notice=notice)
-    return RunStream(
-        folder, setup.limits.group_size, setup.aux_columns, leases, num_answers, launcher.host, serve
-    )
+    return RunStream(folder, setup.limits.group_size, setup.aux_columns, leases, launcher.host, serve)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 from dora.core.types import Branch, GroupId, RequestId
 from dora.curve import CurveAddress
 from dora.errors import RunError, StorageFullError, StreamError
-from dora.stream import transport
 from dora.stream.client import StreamClient
-from dora.stream.metadata import BatchRequest, SampleMeta
+from dora.stream.metadata import BatchRequest, ConsumerDeclaration, SampleMeta
 from dora.stream.sample_db import StoredSample, TokenIds, Trajectory
 from dora.stream.schema import ColumnData, Field, StreamBatch, TimedOut
 from dora.stream.server import InProcessClient, StreamServer
@@ -35,13 +34,13 @@ ACTOR = "actor"  # the trainer's consumer
 AUX_COLUMNS = ("reference", "proximal", "values")  # per token; the consumer of that name fills it
 PROMPT_ROW = "prompt_row"  # JSON of prompt and dataset columns, in a group's first row; empty in the others
 _ANSWER_FIELDS = (
-    Field("prompt_ids", "<i4", (None,)),
-    Field("token_ids", "<i4", (None,)),
-    Field("logprobs", "<f4", (None,)),
-    Field("routes", "<i2", (None,)),  # of all tokens, concatenated; empty if unknown
-    Field("weight_digest", "u1", (None,)),  # ASCII
-    Field("loss_mask", "u1", (None,)),  # 1: generated token, 0: token of an observation
-    Field("branches", "<i4", (None,)),  # start and parent of each, concatenated
+    Field("prompt_ids", "<i4", is_jagged=True),
+    Field("token_ids", "<i4", is_jagged=True),
+    Field("logprobs", "<f4", is_jagged=True),
+    Field("routes", "<i2", is_jagged=True),  # of all tokens, concatenated; empty if unknown
+    Field("weight_digest", "u1", is_jagged=True),  # ASCII
+    Field("loss_mask", "u1", is_jagged=True),  # 1: generated token, 0: token of an observation
+    Field("branches", "<i4", is_jagged=True),  # start and parent of each, concatenated
 )
 _SCORE_FIELDS = (Field("reward", "<f8"), Field("advantage", "<f8"))  # NaN: needs the whole batch
 FIELDS = (*_ANSWER_FIELDS, *_SCORE_FIELDS)
@@ -52,19 +51,12 @@ WAIT_S = 10.0  # for a group that is committed, hence already sent; and for room
 _RETRY_S = 0.1
 
 StreamWriter = StreamClient | InProcessClient  # what the driver writes with
+Scores = Sequence[tuple[float, float | None]]  # reward and advantage of each sibling
 
 
 def reward_consumer(task: str) -> str:
     """The name of a reward task's consumer."""
     return f"reward/{task}"
-
-
-class ConsumerDeclaration(NamedTuple):
-    """The arguments of `MetadataController.register_consumer`."""
-
-    name: str
-    fields: Sequence[str]
-    rules: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -77,19 +69,10 @@ class StorageSpec:
     host: str | None = None
 
     def open(self) -> StreamServer:
-        """An empty stream with all consumers registered, listening at its endpoints."""
+        """A server of an empty stream."""
         shutil.rmtree(self.folder, ignore_errors=True)  # of a storage that crashed
         self.folder.mkdir(exist_ok=True)
-        stream = SampleStream(self.fields, self.folder)
-        for name, fields, rules in self.consumers:
-            stream.metadata.register_consumer(name, fields, **rules)
-        remote = [] if self.host is None else [f"tcp://{self.host}:*"]
-        return StreamServer(stream, [transport.stream_endpoint(self.folder), *remote])
-
-
-def remote_address(server: StreamServer) -> CurveAddress | None:
-    """The address for other machines; None if the server has no such endpoint."""
-    return next((each for each in server.endpoints if isinstance(each, CurveAddress)), None)
+        return StreamServer(SampleStream(self.fields, self.consumers, self.folder), self.host)
 
 
 class StreamStorage(Protocol):
@@ -125,7 +108,7 @@ class ThreadStorage:
 
     def __init__(self, spec: StorageSpec) -> None:
         self._server = spec.open()
-        self.remote = remote_address(self._server)
+        self.remote = self._server.remote
         self._thread = self._server.start()
 
     def connect(self) -> InProcessClient:
@@ -145,7 +128,6 @@ class ThreadStorage:
 
 
 P = ParamSpec("P")
-T = TypeVar("T")
 
 
 def _if_available(
@@ -176,28 +158,24 @@ class RunStream:
         group_size: int,
         columns: Sequence[str] = (),
         tasks: Mapping[str, float] | None = None,
-        held_out_size: int = 0,
         host: str | None = None,
         serve: Callable[[StorageSpec], StreamStorage] = ThreadStorage,
     ) -> None:
         """Creates `folder` for segments and socket, and starts the storage with `serve`.
 
-        `columns`: the AUX_COLUMNS that the trainer needs. `tasks`: lease time (s) of each reward task, which
-        also scores the `held_out_size` responses to each held-out prompt. `host`: where other machines reach
-        the stream.
+        `columns`: the AUX_COLUMNS that the trainer needs. `tasks`: lease time (s) of each reward task.
+        `host`: where other machines reach the stream.
         """
         self.folder, self._group_size = folder, group_size
-        tasks = tasks or {}
-        self.storage = serve(_storage_spec(folder, group_size, columns, tasks, held_out_size, host))
+        self.storage = serve(_storage_spec(folder, columns, tasks or {}, host))
         self._connect()
 
     def _connect(self) -> None:
         """Connect to an empty storage."""
         self._client = self.storage.connect()
-        self._indices: dict[GroupId, dict[int, int]] = {}  # by sibling
         self._answers: dict[GroupId, list[Trajectory]] = {}  # of incomplete and unsent groups
         self._complete: list[GroupId] = []  # and unsent
-        self._scores: dict[RequestId, tuple[float, float | None]] = {}  # unsent
+        self._scores: dict[GroupId, Scores] = {}  # unsent
         self._finished: dict[GroupId, None] = {}  # not yet cleared
         self._is_full = False  # the file system was full: the run ends, the sample store has everything
 
@@ -215,14 +193,14 @@ class RunStream:
         siblings = self._answers.setdefault(group, [])
         siblings.append(trajectory)
         if len(siblings) == self._group_size:
+            siblings.sort(key=lambda sibling: sibling.request)
             self._complete.append(group)
 
     def score(self, group: GroupId, rewards: Sequence[float], advantages: Sequence[float | None]) -> None:
         """Queue the scores of a group, sibling by sibling."""
         if group.is_held_out:
             return
-        for sibling, scores in enumerate(zip(rewards, advantages, strict=True)):
-            self._scores[RequestId(*group, sibling)] = scores
+        self._scores[group] = [*zip(rewards, advantages, strict=True)]
 
     def finish(self, groups: Iterable[GroupId]) -> None:
         """Queue the removal of groups that are trained, filtered or failed."""
@@ -241,7 +219,8 @@ class RunStream:
             self.clear(finished)
         complete, self._complete = self._complete, []
         self._send_answers([t for group in complete for t in self._answers.pop(group, ())])
-        self._send_scores({r: scores for r, scores in self._scores.items() if r.group not in finished})
+        scores, self._scores = self._scores, {}
+        self._send_scores({group: found for group, found in scores.items() if group not in finished})
 
     @_if_available
     def request_scores(self, group: GroupId, prompt_row: bytes, held_out: Sequence[TokenIds] = ()) -> None:
@@ -249,11 +228,10 @@ class RunStream:
 
         `held_out` are the token ids of the responses to a held-out prompt, which are not in the stream yet.
         """
-        num_answers = len(held_out) or len(self._indices[group])
+        num_answers = len(held_out) or self._group_size
         prompt_rows = [np.frombuffer(text, np.uint8) for text in (prompt_row, *[b""] * (num_answers - 1))]
         if not group.is_held_out:
-            indices = self._indices[group]
-            self._fill([indices[sibling] for sibling in sorted(indices)], {PROMPT_ROW: prompt_rows})
+            self._fill([group], {PROMPT_ROW: prompt_rows})
             return
         version = -1 - group.epoch
         samples = [SampleMeta(RequestId(*group, k), version, len(ids)) for k, ids in enumerate(held_out)]
@@ -266,7 +244,6 @@ class RunStream:
         groups = [*groups]
         self._client.clear(groups)
         for group in groups:
-            self._indices.pop(group, None)
             self._answers.pop(group, None)
 
     @_if_available
@@ -283,57 +260,52 @@ class RunStream:
         if not answers:
             return
         samples = [SampleMeta(t.request, t.version, len(t.prompt_ids) + len(t.token_ids)) for t in answers]
-        indices = self._put(samples, _answer_columns(answers))
-        for trajectory, index in zip(answers, indices, strict=True):
-            self._indices.setdefault(trajectory.request.group, {})[trajectory.request.sibling] = index
+        self._put(samples, _answer_columns(answers))
 
-    def _send_scores(self, scores: Mapping[RequestId, tuple[float, float | None]]) -> None:
-        self._scores = {}
+    def _send_scores(self, scores: Mapping[GroupId, Scores]) -> None:
         if not scores:
             return
-        rewards, advantages = zip(*scores.values(), strict=True)
+        rewards, advantages = zip(*(pair for pairs in scores.values() for pair in pairs), strict=True)
         columns = {
             "reward": np.array(rewards, np.float64),
             "advantage": np.array([math.nan if a is None else a for a in advantages], np.float64),
         }
-        self._fill([self._indices[request.group][request.sibling] for request in scores], columns)
+        self._fill([*scores], columns)
 
-    def _put(self, samples: Sequence[SampleMeta], columns: ColumnData) -> range:
-        return self._write(lambda: self._client.put(samples, columns))
+    def _put(self, samples: Sequence[SampleMeta], columns: ColumnData) -> None:
+        self._write(lambda: self._client.put(samples, columns))
 
-    def _fill(self, indices: Sequence[int], columns: ColumnData) -> None:
-        self._write(lambda: self._client.fill(indices, columns))
+    def _fill(self, groups: Sequence[GroupId], columns: ColumnData) -> None:
+        self._write(lambda: self._client.fill(groups, columns))
 
-    def _write(self, write: Callable[[], T]) -> T:
+    def _write(self, write: Callable[[], None]) -> None:
         try:
-            return wait_for_room(self.folder, write)
+            wait_for_room(self.folder, write)
         except StorageFullError:
             self._is_full = True
             raise
 
 
 def _storage_spec(
-    folder: Path,
-    group_size: int,
-    columns: Sequence[str],
-    tasks: Mapping[str, float],
-    held_out_size: int,
-    host: str | None,
+    folder: Path, columns: Sequence[str], tasks: Mapping[str, float], host: str | None
 ) -> StorageSpec:
     """The fields and consumers of a run's stream."""
-    fields = [*FIELDS, *(Field(name, "<f4", (None,)) for name in columns), Field(PROMPT_ROW, "u1", (None,))]
-    stored, by_group = [field.name for field in FIELDS], {"group_size": group_size}
-    consumers = [ConsumerDeclaration(ACTOR, [*stored, *columns], by_group)]
-    consumers += [ConsumerDeclaration(name, stored, by_group) for name in columns]
-    with_held_out = {**by_group, "held_out_size": held_out_size}
-    for task, lease_s in tasks.items():
-        rules = {**with_held_out, "by_version": True, "lease_s": lease_s}
-        consumers.append(ConsumerDeclaration(reward_consumer(task), ["token_ids", PROMPT_ROW], rules))
+    aux_fields = [Field(name, "<f4", is_jagged=True) for name in columns]
+    fields = [*FIELDS, *aux_fields, Field(PROMPT_ROW, "u1", is_jagged=True)]
+    stored = [field.name for field in FIELDS]
+    consumers = [
+        ConsumerDeclaration(ACTOR, [*stored, *columns]),
+        *(ConsumerDeclaration(name, stored) for name in columns),
+        *(
+            ConsumerDeclaration(reward_consumer(task), ["token_ids", PROMPT_ROW], lease_s)
+            for task, lease_s in tasks.items()
+        ),
+    ]
     return StorageSpec(folder, fields, consumers, host)
 
 
-def wait_for_room(folder: Path, write: Callable[[], T]) -> T:
-    """The result of a put or fill; while the file system is full, it is repeated.
+def wait_for_room(folder: Path, write: Callable[[], None]) -> None:
+    """Put or fill; while the file system is full, try again.
 
     Raises StreamError, and StorageFullError after WAIT_S.
     """
@@ -358,7 +330,7 @@ class GroupReader:
         """`wait_s`: time to wait for a group (WAIT_S). Raises RunError if the stream does not reply."""
         self._consumer, self._wait_s = consumer, WAIT_S if wait_s is None else wait_s
         self._folder = folder
-        self._client = StreamClient(transport.stream_endpoint(folder), DRIVER_TIMEOUT_S)
+        self._client = StreamClient(folder, DRIVER_TIMEOUT_S)
         self._leased: dict[GroupId, StreamBatch] = {}
 
     def read_group(self, group: GroupId) -> list[StoredSample]:
@@ -378,8 +350,7 @@ class GroupReader:
 
     def fill(self, group: GroupId, rows: Sequence[NDArray[np.float32]]) -> None:
         """Fill this consumer's own column of a group, sibling by sibling. Raises as `wait_for_room`."""
-        indices, columns = self._leased[group].indices, {self._consumer: rows}
-        wait_for_room(self._folder, lambda: self._client.fill(indices, columns))
+        wait_for_room(self._folder, lambda: self._client.fill([group], {self._consumer: rows}))
 
     def read_rows(self, indices: Sequence[int]) -> list[StoredSample]:
         """Samples by their `stream_index`, while another reader of this consumer has them on lease."""
@@ -397,7 +368,7 @@ class GroupReader:
         self._client.close()
 
     def _get(self, group: GroupId) -> StreamBatch | TimedOut:
-        return self._client.get(self._consumer, BatchRequest(groups=(group,)), self._wait_s)
+        return self._client.get(self._consumer, BatchRequest(group=group), self._wait_s)
 
 
 def _connect_again(folder: Path) -> StreamClient:
@@ -405,7 +376,7 @@ def _connect_again(folder: Path) -> StreamClient:
     deadline_s = time.monotonic() + DRIVER_TIMEOUT_S
     while True:
         try:
-            return StreamClient(transport.stream_endpoint(folder), DRIVER_TIMEOUT_S)
+            return StreamClient(folder, DRIVER_TIMEOUT_S)
         except RunError:
             if time.monotonic() > deadline_s:
                 raise

@@ -1,7 +1,7 @@
 """Serve a stream to other processes, on the same host and on others, and to other threads of this one.
 
-One thread repeats: receive requests, execute them, free unused blocks, reply. A get without ready rows stays
-pending until it can be served or times out. Other threads call the stream directly, between two rounds of
+One thread repeats: receive requests, execute them, free unused blocks, reply. A get stays pending
+until it can be served or times out. Other threads call the stream directly, between two rounds of
 that thread.
 """
 
@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from dora.core.types import GroupId
-from dora.curve import MAX_POLL_S, CurveAddress
-from dora.errors import RunError, StorageFullError, StreamError
+from dora.curve import MAX_POLL_S
+from dora.errors import RunError, StreamError
 from dora.stream import transport
 from dora.stream.metadata import BatchRequest, BlockLocation, SampleMeta, StreamLease
-from dora.stream.schema import BlockPacker, ColumnData, unpack
+from dora.stream.schema import BlockPacker, ColumnData
 from dora.stream.storage import (
     SampleStream,
     decode_samples,
@@ -32,19 +32,18 @@ from dora.stream.storage import (
 )
 from dora.stream.transport import ClientConnection, Frames, Reply, ServerEndpoint
 
-REFUSED = (StreamError, StorageFullError, OSError)
+REFUSED = (StreamError, OSError)
 MALFORMED = (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError)
 
 
 @dataclass(eq=False)
 class PendingGet:
-    """A get that waits for ready rows."""
+    """A get that waits until groups are ready."""
 
     client: ClientConnection
     request_id: int
     consumer: str
     request: BatchRequest
-    is_inline: bool
     wait_s: float
     deadline_s: float
 
@@ -52,17 +51,16 @@ class PendingGet:
 class StreamServer:
     """Serves a stream until it is stopped."""
 
-    def __init__(self, stream: SampleStream, endpoints: Sequence[str]) -> None:
-        """Listens at once; `run` replies. Raises OSError or zmq.ZMQError if an endpoint is not available."""
+    def __init__(self, stream: SampleStream, host: str | None = None) -> None:
+        """Listens at once, for other machines at `host`; `run` replies. Raises OSError or zmq.ZMQError.
+
+        `remote` is the address for clients on other machines, which can read only.
+        """
         self._stream = stream
-        self._endpoint = ServerEndpoint(endpoints)
-        self.endpoints = self._endpoint.endpoints
+        self._endpoint = ServerEndpoint(stream.folder, host)
+        self.remote = self._endpoint.remote
         self._gets: list[PendingGet] = []
         self._replies: list[tuple[ClientConnection, int, Reply]] = []
-        self._address_file = stream.folder / transport.ADDRESS_FILE
-        for endpoint in self.endpoints:
-            if isinstance(endpoint, CurveAddress):
-                endpoint.write(self._address_file)
         self._is_stopped = False
         self._evicted: deque[str] = deque()  # clients that another thread has evicted
         self._lock = threading.Lock()  # held by the thread that uses the stream
@@ -90,7 +88,6 @@ class StreamServer:
             with self._lock:
                 self.is_closed = True
                 self._endpoint.close()
-                self._address_file.unlink(missing_ok=True)
                 self._stream.close()
 
     @contextlib.contextmanager
@@ -102,7 +99,7 @@ class StreamServer:
             yield self._stream
             self._stream.free_unused()
             consumers = self._stream.metadata.consumers
-            can_serve = any(consumers[get.consumer].ready.num_rows for get in self._gets)
+            can_serve = any(consumers[get.consumer].has_ready for get in self._gets)
         if can_serve:
             self._endpoint.wake()
 
@@ -183,21 +180,21 @@ class StreamServer:
             self._replies.append((get.client, get.request_id, reply))
 
     def _try_get(self, get: PendingGet) -> Reply | None:
-        """Lease the rows of a get; None while they are not ready."""
+        """Lease the groups of a get; None while they are not ready."""
         metadata, now_s = self._stream.metadata, time.monotonic()
-        lease = metadata.lease(get.consumer, get.client.name, get.request, now_s)
+        lease = metadata.lease(get.consumer, get.client.client_id, get.request, now_s)
         if lease is None:
             return None
         with contextlib.ExitStack() as on_error:  # the client would not know that it has the lease
-            on_error.callback(metadata.release, lease.lease_id, get.client.name, now_s)
-            reply = self._lease_reply(lease, get.is_inline)
+            on_error.callback(metadata.release, lease.lease_id, get.client.client_id, now_s)
+            reply = self._lease_reply(get.client, lease)
             on_error.pop_all()
         return reply
 
     def _disconnect(self, client: ClientConnection) -> None:
         """Release the leases of a client, drop its pending gets and close its connection."""
-        self._stream.metadata.release_client(client.name)
         if client.client_id:
+            self._stream.metadata.release_client(client.client_id)
             self._stream.remove_owner(client.client_id)
         self._gets = [get for get in self._gets if get.client is not client]
         self._endpoint.disconnect(client)
@@ -207,82 +204,44 @@ class StreamServer:
         stream, client_id = self._stream, str(header["client_id"])
         if not is_segment_name(f"{client_id}-0"):
             raise StreamError(f"client_id = {client_id!r:.40}: must be 16 hexadecimal digits")
-        is_in_use = bool(client.client_id) or bool(self._endpoint.find(client_id))
-        if (is_in_use or stream.has_owner(client_id)) and client_id != client.client_id:
-            raise StreamError(
-                f"client_id {client_id} is in use, or this client has another id: draw one random id per "
-                "client and keep it"
-            )
+        if client.client_id or self._endpoint.find(client_id) or stream.has_owner(client_id):
+            raise StreamError(f"client_id {client_id} is in use: draw one random id for each client")
         client.client_id = client_id
         self._endpoint.register(client)
-        return {
-            "fields": [(f.name, f.dtype, f.shape) for f in stream.fields.values()],
-            "folder": str(stream.folder.resolve()),
-        }, ()
-
-    def _handle_disconnect(self, client: ClientConnection, _: dict[str, Any], __: Frames) -> Reply:
-        self._disconnect(client)
-        return {}, ()
-
-    def _handle_register_consumer(self, _: ClientConnection, header: dict[str, Any], __: Frames) -> Reply:
-        lease_s = header["lease_s"]
-        rules: dict[str, Any] = {} if lease_s is None else {"lease_s": float(lease_s)}
-        rules |= {key: int(header[key]) for key in ("group_size", "held_out_size")}
-        rules["by_version"] = bool(header["by_version"])
-        self._stream.metadata.register_consumer(str(header["name"]), header["fields"], **rules)
-        return {}, ()
+        return {"fields": [*stream.fields.values()]}, ()
 
     def _handle_put(self, client: ClientConnection, header: dict[str, Any], buffers: Frames) -> Reply:
-        stream = self._stream
         samples = decode_samples(transport.decode_integers(buffers[0], np.int64, 5))
-        if header["location"] is not None:
-            indices = stream.put_block(
-                samples, header["names"], self._client_block(client, header["location"])
-            )
-        else:
-            indices = stream.put(
-                samples, unpack(stream.fields, self._names(header), len(samples), buffers[1])
-            )
-        return {"first": indices.start}, ()
+        location = self._client_block(client, header["location"])
+        self._stream.put_block(samples, header["names"], int(header["num_rows"]), location)
+        return {}, ()
 
-    def _handle_fill(self, client: ClientConnection, header: dict[str, Any], buffers: Frames) -> Reply:
-        indices = transport.decode_integers(buffers[0], np.int64, 1)[:, 0].tolist()
-        if header["location"] is not None:
-            location = self._client_block(client, header["location"])
-            self._stream.fill_block(indices, [*header["names"]], location)
-        else:
-            names = self._names(header)
-            self._stream.fill(indices, unpack(self._stream.fields, names, len(indices), buffers[1]))
+    def _handle_fill(self, client: ClientConnection, header: dict[str, Any], _: Frames) -> Reply:
+        groups = transport.groups_from_json(header["groups"])
+        location = self._client_block(client, header["location"])
+        self._stream.fill_block(groups, header["names"], int(header["num_rows"]), location)
         return {}, ()
 
     def _handle_get(self, client: ClientConnection, header: dict[str, Any], _: Frames) -> None:
-        stream, name = self._stream, header["consumer"]
-        request, is_inline = transport.request_from_json(header["request"]), bool(header["inline"])
-        stream.metadata.consumer(name)
-        if header.get("commit"):
+        metadata, consumer = self._stream.metadata, header["consumer"]
+        metadata.consumer(consumer)
+        request, wait_s = transport.request_from_json(header["request"]), float(header["wait_s"])
+        if header["commit"]:
             with contextlib.suppress(StreamError):  # the lease has ended
-                stream.metadata.commit(int(header["commit"]), client.name, time.monotonic())
-
-        wait_s = transport.parse_wait(header["wait_s"])
+                metadata.commit(int(header["commit"]), client.client_id, time.monotonic())
         deadline_s = time.monotonic() + wait_s
-        get = PendingGet(client, int(header["id"]), name, request, is_inline, wait_s, deadline_s)
-        self._gets.append(get)
+        self._gets.append(PendingGet(client, int(header["id"]), consumer, request, wait_s, deadline_s))
 
-    def _handle_read_leased(self, _: ClientConnection, header: dict[str, Any], buffers: Frames) -> Reply:
-        indices = transport.decode_integers(buffers[0], np.int64, 1)[:, 0].tolist()
-        lease = self._stream.metadata.leased_rows(header["consumer"], indices)
-        return self._lease_reply(lease, bool(header["inline"]))
+    def _handle_read_leased(self, client: ClientConnection, header: dict[str, Any], _: Frames) -> Reply:
+        lease = self._stream.metadata.leased_rows(header["consumer"], header["indices"])
+        return self._lease_reply(client, lease)
 
     def _handle_commit(self, client: ClientConnection, header: dict[str, Any], _: Frames) -> Reply:
-        self._stream.metadata.commit(int(header["lease"]), client.name, time.monotonic())
+        self._stream.metadata.commit(int(header["lease"]), client.client_id, time.monotonic())
         return {}, ()
 
     def _handle_release(self, client: ClientConnection, header: dict[str, Any], _: Frames) -> Reply:
-        self._stream.metadata.release(int(header["lease"]), client.name, time.monotonic())
-        return {}, ()
-
-    def _handle_renew(self, client: ClientConnection, header: dict[str, Any], _: Frames) -> Reply:
-        self._stream.metadata.renew(int(header["lease"]), client.name, time.monotonic())
+        self._stream.metadata.release(int(header["lease"]), client.client_id, time.monotonic())
         return {}, ()
 
     def _handle_clear(self, _: ClientConnection, header: dict[str, Any], __: Frames) -> Reply:
@@ -298,48 +257,28 @@ class StreamServer:
 
     def _handle_status(self, _: ClientConnection, __: dict[str, Any], ___: Frames) -> Reply:
         metadata = self._stream.metadata
-        return {"num_rows": len(metadata.rows), "num_bytes": metadata.num_bytes}, ()
-
-    def _names(self, header: dict[str, Any]) -> list[str]:
-        names = [*header["names"]]
-        self._stream.metadata.field_mask(names)
-        return names
+        return {"num_rows": metadata.num_rows, "num_bytes": metadata.num_bytes}, ()
 
     def _client_block(self, client: ClientConnection, value: Sequence[Any]) -> BlockLocation:
         """The location of a block in a segment of the client. Raises StreamError for any other location."""
         location = transport.location_from_json(value)
-        if (
-            not is_segment_name(location.segment)
-            or not client.client_id
-            or not location.segment.startswith(f"{client.client_id}-")
-        ):
+        if not is_segment_name(location.segment) or not location.segment.startswith(f"{client.client_id}-"):
             raise StreamError(f"{location.segment!r} is not a segment of this client: write to your own")
         num_bytes = segment_size(self._stream.folder / location.segment)
         if location.offset < 0 or location.num_bytes < 0 or location.offset + location.num_bytes > num_bytes:
             raise StreamError(f"{location} is outside its segment, which has {num_bytes} bytes")
         return location
 
-    def _lease_reply(self, lease: StreamLease, is_inline: bool) -> Reply:
-        """The locations of a lease's blocks; with `is_inline`, the needed columns themselves."""
-        parts, pairs, blocks = [], [], []
-        for block, found in lease.blocks.items():
-            names, num_rows = block.names, block.num_rows
-            location: BlockLocation | None = block.location
-            positions = np.array(found, np.int32).reshape(-1, 2)
-            if is_inline:
-                fields = self._stream.fields
-                columns = unpack(fields, names, num_rows, self._stream.view(block))
-                names = self._stream.metadata.needed_names(lease.consumer, names)
-                rows = positions[:, 1]
-                packer = BlockPacker(fields, {n: columns[n].select(rows) for n in names}, len(found))
-                blocks.append(bytearray(packer.num_bytes))
-                packer.write(blocks[-1])
-                positions[:, 1] = np.arange(len(found))
-                location, num_rows = None, len(found)
-            parts.append([names, num_rows, location])
-            pairs.append(positions)
-        header = {"lease": lease.lease_id, "parts": parts}
-        return header, [encode_lease(lease), *pairs, *blocks]
+    def _lease_reply(self, client: ClientConnection, lease: StreamLease) -> Reply:
+        """The locations of a lease's blocks; for a remote client, a block with the needed columns."""
+        if client.remote is None:
+            parts = [(block.names, block.num_rows, block.location) for block in lease.blocks]
+            pairs = [np.array(found, np.int32) for found in lease.blocks.values()]
+            return {"lease": lease.lease_id, "parts": parts}, [encode_lease(lease), *pairs]
+        batch, names = self._stream.batch(lease), lease.consumer.fields
+        packer = BlockPacker(self._stream.fields, {name: batch.rows(name) for name in names})
+        packer.write(block := bytearray(packer.num_bytes))
+        return {"lease": lease.lease_id, "names": names}, [encode_lease(lease), block]
 
 
 class InProcessClient:
@@ -348,13 +287,13 @@ class InProcessClient:
     def __init__(self, server: StreamServer) -> None:
         self._server = server
 
-    def put(self, samples: Sequence[SampleMeta], columns: ColumnData) -> range:
+    def put(self, samples: Sequence[SampleMeta], columns: ColumnData) -> None:
         with self._server.exclusive() as stream:
-            return stream.put(samples, columns)
+            stream.put(samples, columns)
 
-    def fill(self, indices: Sequence[int], columns: ColumnData) -> None:
+    def fill(self, groups: Sequence[GroupId], columns: ColumnData) -> None:
         with self._server.exclusive() as stream:
-            stream.fill(indices, columns)
+            stream.fill(groups, columns)
 
     def clear(self, groups: Iterable[GroupId]) -> None:
         with self._server.exclusive() as stream:
@@ -371,7 +310,7 @@ class InProcessClient:
 def _error_reply(error: Exception) -> Reply:
     if isinstance(error, MALFORMED):
         return {"error": f"malformed request: {type(error).__name__}: {error}"}, ()
-    return {"error": str(error), "is_full": isinstance(error, StorageFullError)}, ()
+    return {"error": str(error)}, ()
 
 
 _METHODS: dict[str, Callable[[StreamServer, ClientConnection, dict[str, Any], Frames], Reply | None]] = {

@@ -19,52 +19,61 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dora.core.types import RequestId
+from dora.core.types import GroupId, RequestId
 from dora.errors import StorageFullError
 from dora.full_disk import is_full
-from dora.stream.metadata import Block, BlockLocation, MetadataController, SampleMeta, StreamLease
+from dora.stream.metadata import (
+    Block,
+    BlockLocation,
+    ConsumerDeclaration,
+    MetadataController,
+    SampleMeta,
+    StreamLease,
+)
 from dora.stream.schema import ALIGNMENT, BatchPart, BlockPacker, ColumnData, Field, StreamBatch
 
 
 class SampleStream:
     """The bytes of rows of declared fields; `metadata` leases them to consumers. No method waits."""
 
-    def __init__(self, fields: Iterable[Field], folder: Path) -> None:
+    def __init__(
+        self, fields: Iterable[Field], consumers: Iterable[ConsumerDeclaration], folder: Path
+    ) -> None:
         """Blocks are in files of `folder`."""
         self.fields = {field.name: field for field in fields}
         self.folder = folder
-        self.metadata = MetadataController(self.fields)
+        self.metadata = MetadataController(self.fields, consumers)
         self._writer = SegmentWriter(folder, secrets.token_hex(8))
         self._reader = SegmentReader(folder)
         self._num_blocks: Counter[str] = Counter()  # by segment of other owners
         self._removed_owners: set[str] = set()
         self._reusable: dict[str, Counter[str]] = defaultdict(Counter)  # by owner: freed blocks by segment
 
-    def put(self, samples: Sequence[SampleMeta], columns: ColumnData) -> range:
-        """Add rows with their first columns; their indices. Raises StreamError and StorageFullError."""
-        packer = BlockPacker(self.fields, columns, len(samples))
-        self.metadata.check_new(samples)
-        return self.put_block(samples, packer.names, self._write(packer))
+    def put(self, samples: Sequence[SampleMeta], columns: ColumnData) -> None:
+        """Add groups with their first columns. Raises StreamError and StorageFullError."""
+        packer = BlockPacker(self.fields, columns)
+        self.metadata.check_new(samples, packer.names, packer.num_rows)
+        self.metadata.add(samples, self._make_block(packer.names, packer.num_rows, self._write(packer)))
 
     def put_block(
-        self, samples: Sequence[SampleMeta], names: Sequence[str], location: BlockLocation
-    ) -> range:
-        """Add rows as `put`, with a block that a client has written."""
-        self.metadata.field_mask(names)
-        self.metadata.check_new(samples)
-        block = self._make_block(names, len(samples), location)
-        return self.metadata.add(samples, block)
+        self, samples: Sequence[SampleMeta], names: Sequence[str], num_rows: int, location: BlockLocation
+    ) -> None:
+        """Add groups as `put`, with a block that a client has written."""
+        self.metadata.check_new(samples, names, num_rows)
+        self.metadata.add(samples, self._make_block(names, num_rows, location))
 
-    def fill(self, indices: Sequence[int], columns: ColumnData) -> None:
-        """Add columns to rows. Raises StreamError and StorageFullError."""
-        packer = BlockPacker(self.fields, columns, len(indices))
-        self.metadata.check_fill(indices, packer.names)
-        self.fill_block(indices, packer.names, self._write(packer))
+    def fill(self, groups: Sequence[GroupId], columns: ColumnData) -> None:
+        """Add columns to groups. Raises StreamError and StorageFullError."""
+        packer = BlockPacker(self.fields, columns)
+        self.metadata.check_fill(groups, packer.names, packer.num_rows)
+        self.metadata.fill(groups, self._make_block(packer.names, packer.num_rows, self._write(packer)))
 
-    def fill_block(self, indices: Sequence[int], names: Sequence[str], location: BlockLocation) -> None:
+    def fill_block(
+        self, groups: Sequence[GroupId], names: Sequence[str], num_rows: int, location: BlockLocation
+    ) -> None:
         """Add columns as `fill`, with a block that a client has written."""
-        self.metadata.check_fill(indices, names)
-        self.metadata.fill(indices, self._make_block(names, len(indices), location))
+        self.metadata.check_fill(groups, names, num_rows)
+        self.metadata.fill(groups, self._make_block(names, num_rows, location))
 
     def batch(self, lease: StreamLease) -> StreamBatch:
         """The rows of a lease, with views of the columns its consumer needs."""
@@ -111,7 +120,7 @@ class SampleStream:
             location, view = self._writer.allocate(packer.num_bytes)
         except OSError as error:
             if is_full(error):
-                raise storage_full_error(error, len(self.metadata.rows), self.metadata.num_bytes) from error
+                raise storage_full_error(error, self.metadata.num_rows, self.metadata.num_bytes) from error
             raise
         packer.write(view)
         return location
@@ -146,13 +155,22 @@ def storage_full_error(error: OSError, num_rows: int, num_bytes: int) -> Storage
 
 
 def encode_lease(lease: StreamLease) -> NDArray[np.int64]:
-    """The rows of a lease [n, 6]: index, epoch, dataset row, sibling, version, number of tokens."""
-    rows = [(row.index, *row.request, row.version, row.num_tokens) for row in lease.rows]
-    return np.array(rows, np.int64).reshape(-1, 6)
+    """The rows of a lease [n, 4]: index, epoch, dataset row, version."""
+    rows = [
+        (group.indices[sibling], *group.group, group.samples[sibling].version)
+        for group, sibling in lease.rows
+    ]
+    return np.array(rows, np.int64).reshape(-1, 4)
+
+
+def encode_samples(samples: Sequence[SampleMeta]) -> NDArray[np.int64]:
+    """[n, 5]: epoch, dataset row, sibling, version, number of tokens."""
+    rows = [(*sample.request, sample.version, sample.num_tokens) for sample in samples]
+    return np.array(rows, np.int64).reshape(-1, 5)
 
 
 def decode_samples(numbers: NDArray[np.int64]) -> list[SampleMeta]:
-    """From [n, 5]: as `encode_lease`, without the index."""
+    """The samples of `encode_samples`."""
     return [
         SampleMeta(RequestId(epoch, row, sibling), version, num_tokens)
         for epoch, row, sibling, version, num_tokens in numbers.tolist()
@@ -234,7 +252,7 @@ class SegmentReader:
         self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
 
     def view(self, location: BlockLocation) -> memoryview:
-        """The bytes of a block. Raises OSError or ValueError if they do not exist."""
+        """The bytes of a block. Raises OSError if its segment does not exist."""
         segment = location.segment
         if segment not in self._maps:
             with (self._folder / segment).open("rb") as file:
@@ -242,10 +260,7 @@ class SegmentReader:
             while len(self._maps) > 1 and sum(map(len, self._maps.values())) > MAPPED_BYTES:
                 self._maps.popitem(last=False)  # existing views keep it mapped
         self._maps.move_to_end(segment)
-        end = location.offset + location.num_bytes
-        if end > len(self._maps[segment]):
-            raise ValueError(f"{location} exceeds its segment of {len(self._maps[segment])} bytes")
-        return memoryview(self._maps[segment])[location.offset : end]
+        return memoryview(self._maps[segment])[location.offset : location.offset + location.num_bytes]
 
 
 def _create_segment(path: Path, num_bytes: int) -> mmap.mmap:

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
-import secrets
 import select
 import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,6 @@ from dora.stream.schema import Buffer
 
 MAX_MESSAGE_BYTES = 256 << 20  # that the server accepts
 UNMATCHED = -1  # the id of a reply to a message whose header is not readable
-ADDRESS_FILE = "remote.json"  # in the stream's folder: the address for clients on other hosts
 _MAX_MESSAGES_PER_POLL = 64  # of one ZeroMQ socket, so that replies are not delayed by many requests
 _CONNECT_RETRY_S = 0.01
 _RECEIVE_BYTES = 1 << 16
@@ -68,18 +65,7 @@ def decode_header(frames: Sequence[Buffer]) -> dict[str, Any]:
 def check_size(num_bytes: int) -> None:
     """Raises StreamError for a message that is too long."""
     if num_bytes > MAX_MESSAGE_BYTES:
-        raise StreamError(
-            f"a message of {num_bytes} bytes exceeds the limit of {MAX_MESSAGE_BYTES}: "
-            "put fewer rows at a time"
-        )
-
-
-def parse_wait(value: Any) -> float:
-    """A timeout in seconds, inf: unlimited, below 0: 0. Raises StreamError for nan."""
-    wait_s = float(value)
-    if math.isnan(wait_s):
-        raise StreamError("wait_s = nan: pass a number of seconds, or math.inf")
-    return max(0.0, wait_s)
+        raise StreamError(f"a message of {num_bytes} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
 
 
 def decode_integers(buffer: Buffer, dtype: Any, width: int) -> NDArray[Any]:
@@ -88,20 +74,17 @@ def decode_integers(buffer: Buffer, dtype: Any, width: int) -> NDArray[Any]:
 
 
 def request_from_json(value: Sequence[Any]) -> BatchRequest:
-    """Raises StreamError or ValueError for an invalid request."""
-    max_rows, max_tokens, min_rows, groups = value
-    for name, number in (("max_rows", max_rows), ("min_rows", min_rows), ("max_tokens", max_tokens)):
-        if name == "max_tokens" and number is None:
-            continue
-        if type(number) is not int or number < 1:
-            raise StreamError(f"{name} = {number!r}: must be a whole number above 0")
-    if min_rows > max_rows:
-        raise StreamError(f"min_rows = {min_rows} exceeds max_rows = {max_rows}: raise max_rows")
-    return BatchRequest(max_rows, max_tokens, min_rows, groups_from_json(groups))
+    """Raises ValueError or TypeError for an invalid request."""
+    max_rows, max_tokens, group = value
+    return BatchRequest(
+        int(max_rows),
+        None if max_tokens is None else int(max_tokens),
+        None if group is None else GroupId(*map(int, group)),
+    )
 
 
-def groups_from_json(groups: Sequence[Sequence[int]]) -> tuple[GroupId, ...]:
-    return tuple(GroupId(int(epoch), int(row)) for epoch, row in groups)
+def groups_from_json(groups: Sequence[Sequence[int]]) -> list[GroupId]:
+    return [GroupId(int(epoch), int(row)) for epoch, row in groups]
 
 
 def location_from_json(value: Sequence[Any]) -> BlockLocation:
@@ -109,23 +92,9 @@ def location_from_json(value: Sequence[Any]) -> BlockLocation:
     return BlockLocation(str(segment), int(offset), int(num_bytes))
 
 
-def stream_endpoint(folder: Path) -> str:
-    """The endpoint of the stream of a folder, on the same host."""
-    return unix_endpoint(folder / "stream.sock")
-
-
-def unix_endpoint(path: Path) -> str:
-    return f"ipc://{path}"
-
-
-def is_local(endpoint: str) -> bool:
-    """Whether it is a Unix socket."""
-    return endpoint.startswith("ipc://")
-
-
-def socket_path(endpoint: str) -> Path:
-    """The path of a local endpoint."""
-    return Path(endpoint.removeprefix("ipc://"))
+def socket_path(folder: Path) -> Path:
+    """The Unix socket of the stream of a folder."""
+    return folder / "stream.sock"
 
 
 class UnixConnection:
@@ -213,9 +182,9 @@ class UnixConnection:
 class UnixTransport:
     """A connection to a server on the same host; the exit of the server is detected at once."""
 
-    def __init__(self, endpoint: str, timeout_s: float) -> None:
+    def __init__(self, path: Path, timeout_s: float) -> None:
         """Retries for `timeout_s`. Raises RunError if no server listens."""
-        self._endpoint, self._timeout_s = endpoint, timeout_s
+        self.name, self._timeout_s = str(path), timeout_s
         self._connection = UnixConnection(self._connect(time.monotonic() + timeout_s))
 
     def send(self, frames: Sequence[Any]) -> None:
@@ -247,12 +216,12 @@ class UnixTransport:
         connecting = socket.socket(socket.AF_UNIX)
         while True:
             try:
-                connecting.connect(str(socket_path(self._endpoint)))
+                connecting.connect(self.name)
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 if time.monotonic() > deadline_s:
                     connecting.close()
                     raise RunError(
-                        f"no stream server listened at {self._endpoint} for {self._timeout_s:g} s: "
+                        f"no stream server listened at {self.name} for {self._timeout_s:g} s: "
                         "is its process running?"
                     ) from error
                 time.sleep(_CONNECT_RETRY_S)
@@ -261,7 +230,7 @@ class UnixTransport:
 
     def _lost(self, error: OSError) -> RunError:
         return RunError(
-            f"the connection to the stream at {self._endpoint} is lost ({error}): has its process exited?"
+            f"the connection to the stream at {self.name} is lost ({error}): has its process exited?"
         )
 
 
@@ -270,6 +239,7 @@ class RemoteTransport:
 
     def __init__(self, address: CurveAddress, timeout_s: float) -> None:
         """Retries for `timeout_s`. Raises RunError if no server with these keys listens."""
+        self.name = address.endpoint
         deadline_s = time.monotonic() + timeout_s
         while True:
             try:
@@ -305,32 +275,35 @@ class RemoteTransport:
 
 @dataclass(eq=False)
 class ClientConnection:
-    """The server's end of a client: a Unix connection, or an address at a ZeroMQ socket (`remote`)."""
+    """The server's end of a client: a Unix connection, or an address at the ZeroMQ socket (`remote`)."""
 
     unix: UnixConnection | None = None
-    remote: tuple[zmq.Socket[bytes], bytes] | None = None
-    name: str = field(default_factory=lambda: secrets.token_hex(8))  # of the holder of its leases
-    client_id: str = ""  # chosen by the client; owner of its segments
+    remote: bytes | None = None
+    client_id: str = ""  # chosen by the client; holder of its leases and owner of its segments
     pidfd: int = -1
 
 
 class ServerEndpoint:
     """The sockets of a server and the connections of its clients. Only `wait` waits."""
 
-    def __init__(self, endpoints: Sequence[str]) -> None:
-        """Listens at all endpoints. Raises OSError or zmq.ZMQError if one is not available."""
+    def __init__(self, folder: Path, host: str | None) -> None:
+        """Listens at the Unix socket of the folder, and at a free port of `host`: `remote` is its address.
+
+        Raises OSError or zmq.ZMQError.
+        """
         self._poll = select.poll()
-        self._listening: dict[int, socket.socket] = {}
-        self._curve: CurveServer | None = None
-        self._bound: list[zmq.Socket[bytes]] = []
         self._local: dict[int, ClientConnection] = {}  # by file descriptor of its socket and of its process
-        self._remote: dict[tuple[zmq.Socket[bytes], bytes], ClientConnection] = {}
+        self._remote: dict[bytes, ClientConnection] = {}  # by their addresses at the ZeroMQ socket
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._poll.register(self._wake_receiver, select.POLLIN)
-        self.endpoints: list[str | CurveAddress] = [
-            self._listen(socket_path(endpoint)) if is_local(endpoint) else self._bind(endpoint)
-            for endpoint in endpoints
-        ]
+        self._path = socket_path(folder)
+        self._listening = _listen(self._path)
+        self._poll.register(self._listening, select.POLLIN)
+        self.remote: CurveAddress | None = None
+        if host is not None:
+            self._curve = CurveServer()
+            self._bound, self.remote = self._curve.bind(zmq.ROUTER, f"tcp://{host}:*")
+            self._poll.register(self._bound, select.POLLIN)
 
     def wake(self) -> None:
         """Interrupt `wait`, from any thread."""
@@ -339,8 +312,8 @@ class ServerEndpoint:
 
     def wait(self, timeout_ms: int | None) -> list[int]:
         """Wait until there is anything to receive; the file descriptors for `receive`."""
-        has_remote = any(bound.poll(0) for bound in self._bound)
-        return [fd for fd, _ in self._poll.poll(0 if has_remote else timeout_ms)]
+        has_message = self.remote is not None and self._bound.poll(0)
+        return [fd for fd, _ in self._poll.poll(0 if has_message else timeout_ms)]
 
     def receive(self, ready: Sequence[int]) -> Iterator[tuple[ClientConnection, Frames | None]]:
         """Messages with their clients; None: the client has exited or hung up."""
@@ -349,10 +322,10 @@ class ServerEndpoint:
                 self._wake_receiver.recv(_RECEIVE_BYTES)
             elif fd in self._local:
                 yield from self._receive_local(fd, self._local[fd])
-            elif fd in self._listening:
-                self._accept(self._listening[fd])
-        for bound in self._bound:  # a ZeroMQ descriptor only signals that something may have changed
-            yield from self._receive_remote(bound)
+            elif fd == self._listening.fileno():
+                self._accept()
+        if self.remote is not None:  # a ZeroMQ descriptor only signals that something may have changed
+            yield from self._receive_remote()
 
     def register(self, client: ClientConnection) -> None:
         """Keep a client that has authenticated, also a remote one."""
@@ -368,8 +341,7 @@ class ServerEndpoint:
         """Send now what the client reads, the rest later. Errors surface in `receive`."""
         with contextlib.suppress(OSError, zmq.ZMQError):
             if client.remote is not None:
-                remote_socket, address = client.remote
-                remote_socket.send_multipart([address, *frames])
+                self._bound.send_multipart([client.remote, *frames])
             elif client.unix is not None:
                 client.unix.send(frames)
                 if client.unix.has_unsent:  # accept no further requests until it has read its replies
@@ -391,36 +363,16 @@ class ServerEndpoint:
     def close(self) -> None:
         for client in [*self._local.values()]:
             self.disconnect(client)
-        for bound in self._bound:
-            bound.close(linger=0)
-        if self._curve is not None:
+        if self.remote is not None:
+            self._bound.close(linger=0)
             self._curve.close()
-        for listening in self._listening.values():
-            Path(listening.getsockname()).unlink(missing_ok=True)
-        for own in (*self._listening.values(), self._wake_receiver, self._wake_sender):
+        self._path.unlink(missing_ok=True)
+        for own in (self._listening, self._wake_receiver, self._wake_sender):
             own.close()
 
-    def _listen(self, path: Path) -> str:
-        path.unlink(missing_ok=True)  # of a server that crashed
-        listening = socket.socket(socket.AF_UNIX)
-        listening.bind(str(path))
-        path.chmod(0o600)  # a process that can connect may put and get
-        listening.listen(socket.SOMAXCONN)
-        listening.settimeout(0)
-        self._listening[listening.fileno()] = listening
-        self._poll.register(listening, select.POLLIN)
-        return unix_endpoint(path)
-
-    def _bind(self, endpoint: str) -> CurveAddress:
-        self._curve = self._curve or CurveServer()
-        bound, address = self._curve.bind(zmq.ROUTER, endpoint)
-        self._bound.append(bound)
-        self._poll.register(bound, select.POLLIN)
-        return address
-
-    def _accept(self, listening: socket.socket) -> None:
+    def _accept(self) -> None:
         try:
-            accepted, _ = listening.accept()
+            accepted, _ = self._listening.accept()
         except OSError:  # the client has closed it already
             return
         connection = UnixConnection(accepted)
@@ -462,16 +414,26 @@ class ServerEndpoint:
         except OSError:
             yield client, None
 
-    def _receive_remote(self, bound: zmq.Socket[bytes]) -> Iterator[tuple[ClientConnection, Frames]]:
+    def _receive_remote(self) -> Iterator[tuple[ClientConnection, Frames]]:
         for _ in range(_MAX_MESSAGES_PER_POLL):
             try:
-                address, *frames = bound.recv_multipart(zmq.NOBLOCK)
+                address, *frames = self._bound.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            client = self._remote.get((bound, address)) or ClientConnection(remote=(bound, address))
+            client = self._remote.get(address) or ClientConnection(remote=address)
             try:
                 check_size(sum(map(len, frames)))  # ZeroMQ has checked each frame
             except StreamError as error:
                 self.send(client, encode_error(error))
             else:
                 yield client, frames
+
+
+def _listen(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)  # of a server that crashed
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(path))
+    path.chmod(0o600)  # a process that can connect may put and get
+    listening.listen(socket.SOMAXCONN)
+    listening.settimeout(0)
+    return listening

@@ -89,7 +89,7 @@ class RewardBench:
         """
         self.num_workers = sum(task.num_workers for task in tasks)
         leases = {task.name: task.lease_s() for task in tasks if not task.is_external}
-        self.stream = RunStream(self.folder / "stream", 2, tasks=leases, held_out_size=3, host=host)
+        self.stream = RunStream(self.folder / "stream", 2, tasks=leases, host=host)
         self.manager = RewardManager(
             tasks,
             self.stream,

@@ -10,9 +10,8 @@ from dora.errors import RunError
 from dora.runtime.process import messages as m
 from dora.runtime.process.supervisor import Loss, Role, Slot, Supervisor
 from dora.runtime.process.worker_process import Worker, WorkerInbox, WorkerOutbox, WorkerState
-from dora.stream import transport
 from dora.stream.client import StreamClient
-from dora.stream.run_stream import StorageSpec, remote_address
+from dora.stream.run_stream import StorageSpec
 
 if TYPE_CHECKING:
     from dora.config.schema import Config
@@ -24,7 +23,7 @@ def run_storage(outbox: WorkerOutbox, inbox: WorkerInbox, spec: StorageSpec) -> 
     """Serve the stream until the process is killed; `inbox` exits with the driver."""
     server = spec.open()
     outbox.start_heartbeat()
-    outbox.send(m.WorkerReady(remote=remote_address(server)))
+    outbox.send(m.WorkerReady(remote=server.remote))
     server.run()
 
 
@@ -59,7 +58,7 @@ class StorageProcess:
 
     def connect(self) -> StreamClient:
         """A client of the current process. Raises RunError."""
-        return StreamClient(transport.stream_endpoint(self._spec.folder), self.timeout_s)
+        return StreamClient(self._spec.folder, self.timeout_s)
 
     def take_replaced(self) -> bool:
         """Whether the storage has been replaced since the last call, by an empty one."""

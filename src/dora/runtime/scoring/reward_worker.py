@@ -19,7 +19,6 @@ from dora.errors import RunError, StreamError
 from dora.rewards.base import RewardInput, load_reward, score
 from dora.runtime.process import messages as m
 from dora.runtime.process.worker_process import WorkerInbox, WorkerOutbox
-from dora.stream import transport
 from dora.stream.client import StreamClient
 from dora.stream.metadata import BatchRequest
 from dora.stream.run_stream import DRIVER_TIMEOUT_S, PROMPT_ROW, reward_consumer
@@ -47,9 +46,7 @@ def run_reward_worker(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.RewardWo
     worker = RewardWorker(spec, outbox)
     while True:
         try:
-            with StreamClient(
-                spec.remote or transport.stream_endpoint(spec.stream), DRIVER_TIMEOUT_S
-            ) as client:
+            with StreamClient(spec.remote or spec.stream, DRIVER_TIMEOUT_S) as client:
                 outbox.send(m.WorkerReady(client_id=client.client_id))
                 worker.run(client)
         except RunError:  # the storage is lost: connect to its replacement, or the run ends
@@ -109,7 +106,7 @@ class RewardWorker:
         with suppress(StreamError):
             client.release(batch)
         for group in groups:
-            rows = client.get(self._consumer, BatchRequest(groups=(group,)), 0.0)
+            rows = client.get(self._consumer, BatchRequest(group=group), 0.0)
             if not isinstance(rows, TimedOut):  # otherwise another worker has leased the group
                 self._process(client, rows)
                 with suppress(StreamError):  # the lease has expired
