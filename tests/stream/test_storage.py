@@ -14,7 +14,13 @@ from tests.stream.sample_rows import ALL, CONSUMERS, FIELDS, columns, group, num
 from dora.errors import StreamError
 from dora.stream.metadata import BatchRequest, ConsumerDeclaration
 from dora.stream.schema import StreamBatch
-from dora.stream.storage import SampleStream, SegmentReader, SegmentWriter, is_segment_name
+from dora.stream.storage import (
+    SEGMENT_BYTES,
+    SampleStream,
+    SegmentReader,
+    SegmentWriter,
+    is_segment_name,
+)
 
 
 def put(stream: SampleStream, *groups: int) -> None:
@@ -101,12 +107,12 @@ def test_segments_are_reused(tmp_path: Path) -> None:
 
 
 def test_a_writer_does_not_overwrite_blocks_that_are_not_freed(tmp_path: Path) -> None:
-    writer, reader = SegmentWriter(tmp_path, "0" * 16, segment_bytes=4096), SegmentReader(tmp_path)
+    writer, reader = SegmentWriter(tmp_path, "0" * 16), SegmentReader(tmp_path)
     kept, view = writer.allocate(1000)
     view[:] = b"k" * 1000
     for _ in range(20):
-        place, view = writer.allocate(3000)
-        view[:] = b"x" * 3000
+        place, view = writer.allocate(SEGMENT_BYTES - 2000)
+        view[:] = b"x" * (SEGMENT_BYTES - 2000)
         writer.free(place.segment)
     assert bytes(reader.view(kept)) == b"k" * 1000
 

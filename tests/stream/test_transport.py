@@ -24,11 +24,6 @@ from dora.stream.client import StreamClient
 from dora.stream.transport import UnixConnection
 
 
-@pytest.fixture
-def client(producer: StreamClient) -> StreamClient:
-    return producer
-
-
 def connect(folder: Path) -> socket.socket:
     made = socket.socket(socket.AF_UNIX)
     made.connect(str(transport.socket_path(folder)))
@@ -79,19 +74,19 @@ def test_unread_messages_are_sent_later() -> None:
         assert (frames, one.has_unsent) == ([b"x" * (1 << 22)], False)
 
 
-def test_a_client_that_does_not_read_blocks_no_other(folder: Path, client: StreamClient) -> None:
+def test_a_client_that_does_not_read_blocks_no_other(folder: Path, producer: StreamClient) -> None:
     with connect(folder) as unread:
         unread.settimeout(0.0)
         request = json.dumps({"id": 1, "method": "x" * 5000}).encode()
         framed = struct.pack("<2Q", 1, len(request)) + request
         while select.select([], [unread], [], 0.2)[1]:
             unread.send(framed)
-        assert client.status()["num_rows"] == 0
+        assert producer.status()["num_rows"] == 0
 
 
 @pytest.mark.parametrize("sizes", [(1, 2**40), (2**40,), (2**64 - 1,), (2, 2**63, 2**63)])
 def test_a_message_that_is_too_long_gets_an_error_and_its_client_is_disconnected(
-    folder: Path, client: StreamClient, sizes: tuple[int, ...]
+    folder: Path, producer: StreamClient, sizes: tuple[int, ...]
 ) -> None:
     with connect(folder) as sender:
         sender.sendall(struct.pack(f"<{len(sizes)}Q", *sizes))
@@ -102,7 +97,7 @@ def test_a_message_that_is_too_long_gets_an_error_and_its_client_is_disconnected
         assert "exceeds the limit of" in transport.decode_header(frames)["error"]
         with pytest.raises(ConnectionResetError):
             connection.receive()
-    assert client.status()["num_rows"] == 0
+    assert producer.status()["num_rows"] == 0
 
 
 def test_the_exit_of_a_server_is_detected_at_once(folder: Path) -> None:
@@ -128,14 +123,14 @@ time.sleep(60)
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open (Linux)")
 def test_a_killed_process_releases_its_rows_although_a_child_has_its_socket(
-    folder: Path, client: StreamClient
+    folder: Path, producer: StreamClient
 ) -> None:
-    put(client, 3)
+    put(producer, 3)
     command = [sys.executable, "-c", _FORKS, str(folder), TASK]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.kill()
-        batch = get(client)
+        batch = get(producer)
         os.killpg(process.pid, signal.SIGKILL)
     assert numbers(batch) == [3]

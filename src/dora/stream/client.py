@@ -76,6 +76,7 @@ class StreamClient:
             "consumer": consumer,
             "request": request or BatchRequest(),
             "commit": None if committed is None else committed.lease,
+            "wait_s": wait_s,
         }
         header, buffers = self._call("get", arguments, wait_s=wait_s)
         if "timed_out" in header:
@@ -166,10 +167,10 @@ class StreamClient:
             raise storage_full_error(error, **self.status()) from error  # the reply frees reusable blocks
 
     def _call(
-        self, method: str, arguments: dict[str, Any], buffers: Sequence[Any] = (), wait_s: float = 0.0
+        self, method: str, arguments: Mapping[str, Any], buffers: Sequence[Any] = (), wait_s: float = 0.0
     ) -> tuple[dict[str, Any], list[bytes]]:
-        """Send a request and wait for its reply."""
-        request_id = self._send(method, arguments | {"wait_s": wait_s}, buffers)
+        """Send a request and wait for its reply; `wait_s` is what the server may wait before it replies."""
+        request_id = self._send(method, arguments, buffers)
         deadline_s = time.monotonic() + wait_s + self._timeout_s
         while (frames := self._transport.receive(deadline_s)) is not None:
             header = transport.decode_header(frames)
@@ -187,8 +188,8 @@ class StreamClient:
             "is its process running?"
         )
 
-    def _send(self, method: str, arguments: dict[str, Any], buffers: Sequence[Any] = ()) -> int:
+    def _send(self, method: str, arguments: Mapping[str, Any], buffers: Sequence[Any] = ()) -> int:
         self._num_requests += 1
-        header = {"id": self._num_requests, "method": method} | arguments
+        header = {"id": self._num_requests, "method": method, **arguments}
         self._transport.send(transport.encode_message(header, buffers))
         return self._num_requests

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from dora.core.types import Branch, GroupId, RequestId
 from dora.curve import CurveAddress
-from dora.errors import RunError, StorageFullError, StreamError
+from dora.errors import RunError, StorageFullError
 from dora.stream.client import StreamClient
 from dora.stream.metadata import BatchRequest, ConsumerDeclaration, SampleMeta
 from dora.stream.sample_db import StoredSample, TokenIds, Trajectory
@@ -76,9 +76,7 @@ class StorageSpec:
 
 
 class StreamStorage(Protocol):
-    """Serves a run's stream. `remote` is its address for other machines; replies take at most `timeout_s`."""
-
-    timeout_s: float
+    """Serves a run's stream. `remote` is its address for other machines."""
 
     @property
     def remote(self) -> CurveAddress | None: ...
@@ -103,7 +101,6 @@ class StreamStorage(Protocol):
 class ThreadStorage:
     """A storage in a thread of this process; the driver calls its stream directly."""
 
-    timeout_s = DRIVER_TIMEOUT_S
     is_available = True
 
     def __init__(self, spec: StorageSpec) -> None:
@@ -249,8 +246,7 @@ class RunStream:
     @_if_available
     def evict(self, client_id: str) -> None:
         """Release the leases of a client whose process has crashed."""
-        with suppress(StreamError):  # then its leases expire
-            self._client.evict(client_id)
+        self._client.evict(client_id)
 
     def close(self) -> None:
         self._client.close()

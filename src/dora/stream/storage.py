@@ -34,7 +34,7 @@ from dora.stream.schema import ALIGNMENT, BatchPart, BlockPacker, ColumnData, Fi
 
 
 class SampleStream:
-    """The bytes of rows of declared fields; `metadata` leases them to consumers. No method waits."""
+    """The columns of groups; `metadata` leases the groups to consumers. No method waits."""
 
     def __init__(
         self, fields: Iterable[Field], consumers: Iterable[ConsumerDeclaration], folder: Path
@@ -145,8 +145,7 @@ class SampleStream:
     def _remove_if_empty(self, segment: str) -> None:
         if self._num_blocks[segment] <= 0:
             del self._num_blocks[segment]
-            if is_segment_name(segment):
-                (self.folder / segment).unlink(missing_ok=True)
+            (self.folder / segment).unlink(missing_ok=True)
 
 
 def storage_full_error(error: OSError, num_rows: int, num_bytes: int) -> StorageFullError:
@@ -189,9 +188,9 @@ class SegmentWriter:
     A segment is filled from front to back and reused when all its blocks are free: both take constant time.
     """
 
-    def __init__(self, folder: Path, owner: str, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(self, folder: Path, owner: str) -> None:
         """`owner`: 16 hexadecimal digits, different for each writer of the folder."""
-        self.owner, self._folder, self._segment_bytes = owner, folder, segment_bytes
+        self.owner, self._folder = owner, folder
         self._maps: dict[str, mmap.mmap] = {}
         self._num_blocks: Counter[str] = Counter()
         self._current, self._used_bytes = "", 0
@@ -231,7 +230,7 @@ class SegmentWriter:
             return min(fitting, key=lambda s: len(self._maps[s]))
         self._num_segments += 1
         name = f"{self.owner}-{self._num_segments}"
-        self._maps[name] = _create_segment(self._folder / name, max(self._segment_bytes, num_bytes))
+        self._maps[name] = _create_segment(self._folder / name, max(SEGMENT_BYTES, num_bytes))
         return name
 
     def _unused(self) -> list[str]:

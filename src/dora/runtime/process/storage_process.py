@@ -38,8 +38,8 @@ class StorageProcess:
     ) -> None:
         """Start the process and wait until it serves the stream. Raises RunError if it does not start."""
         self._spec, self._supervisor, self._notice = spec, supervisor, notice
-        self.timeout_s, start_timeout_s = config.runtime.heartbeat_timeout_s, config.runtime.start_timeout_s
-        self._slot = supervisor.add(self, Role("sample stream", heartbeat_timeout_s=self.timeout_s))
+        self._timeout_s, start_timeout_s = config.runtime.heartbeat_timeout_s, config.runtime.start_timeout_s
+        self._slot = supervisor.add(self, Role("sample stream", heartbeat_timeout_s=self._timeout_s))
         self.remote: CurveAddress | None = None
         self._is_replaced = False
         self.restart(self._slot)
@@ -58,7 +58,7 @@ class StorageProcess:
 
     def connect(self) -> StreamClient:
         """A client of the current process. Raises RunError."""
-        return StreamClient(self._spec.folder, self.timeout_s)
+        return StreamClient(self._spec.folder, self._timeout_s)
 
     def take_replaced(self) -> bool:
         """Whether the storage has been replaced since the last call, by an empty one."""
