@@ -1,6 +1,7 @@
 """The sample stream, TransferQueue and a plain queue: latency and throughput from a producer to consumers.
 
-Producer, server and consumers are three processes; consumers of the stream lease rows.
+Producer, server and consumers are three processes. In the stream each row is a group of its own, which a
+consumer leases. The producer stays at most 250 MB ahead of the consumers of every system.
 `memcpy_share` is the throughput of one consumer at 100 MB per batch, relative to one copy in one process.
 Costs at 10^3 to 10^6 resident rows are CPU time of the server alone.
 

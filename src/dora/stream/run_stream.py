@@ -33,7 +33,7 @@ from dora.stream.storage import SampleStream
 ACTOR = "actor"  # the trainer's consumer
 AUX_COLUMNS = ("reference", "proximal", "values")  # per token; the consumer of that name fills it
 PROMPT_ROW = "prompt_row"  # JSON of prompt and dataset columns, in a group's first row; empty in the others
-_ANSWER_FIELDS = (
+FIELDS = (
     Field("prompt_ids", "<i4", is_jagged=True),
     Field("token_ids", "<i4", is_jagged=True),
     Field("logprobs", "<f4", is_jagged=True),
@@ -41,9 +41,9 @@ _ANSWER_FIELDS = (
     Field("weight_digest", "u1", is_jagged=True),  # ASCII
     Field("loss_mask", "u1", is_jagged=True),  # 1: generated token, 0: token of an observation
     Field("branches", "<i4", is_jagged=True),  # start and parent of each, concatenated
+    Field("reward", "<f8"),
+    Field("advantage", "<f8"),  # NaN: needs the whole batch
 )
-_SCORE_FIELDS = (Field("reward", "<f8"), Field("advantage", "<f8"))  # NaN: needs the whole batch
-FIELDS = (*_ANSWER_FIELDS, *_SCORE_FIELDS)
 
 # The driver may be suspended for this long before it replies; its exit is detected at once.
 DRIVER_TIMEOUT_S = 86400.0

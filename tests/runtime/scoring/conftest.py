@@ -60,7 +60,7 @@ class Batched:
 
 
 class RewardBench:
-    """A stream with groups of two responses (three to held-out prompts) and a reward manager."""
+    """A stream with groups of two responses and a reward manager."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.model = folder, save_start(folder / "start")
