@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import mmap
 import os
 import threading
@@ -24,6 +25,7 @@ from dora.stream.metadata import BatchRequest, ConsumerDeclaration
 from dora.stream.schema import TimedOut
 from dora.stream.server import StreamServer
 from dora.stream.storage import SampleStream
+from dora.stream.transport import UnixConnection
 
 
 def test_every_consumer_gets_the_groups_of_a_producer(producer: StreamClient, client: StreamClient) -> None:
@@ -225,12 +227,22 @@ def test_an_expired_lease_goes_to_another_client(folder: Path) -> None:
             slow.commit(batch)
 
 
-def test_a_client_that_disconnects_releases_its_leases(new_client: Callable[..., StreamClient]) -> None:
-    leaving, staying = new_client(), new_client()
-    put(leaving, 3)
-    assert numbers(get(leaving)) == [3]
-    leaving.close()
-    assert numbers(get(staying)) == [3]
+def test_a_closed_client_has_no_lease_and_no_pending_get(
+    server: StreamServer, producer: StreamClient, client: StreamClient
+) -> None:
+    """The server gets no event of the connection: a child may have the socket, a remote end has none."""
+    put(producer, 3)
+    assert numbers(get(client)) == [3]
+    client._send("get", {"consumer": TASK, "request": ALL, "commit": None, "wait_s": math.inf})
+    connection = client._transport._connection
+    kept = os.dup(connection.fileno()) if isinstance(connection, UnixConnection) else None
+    client.close()
+    put(producer, 4)
+    assert numbers(get(producer)) == [3, 4]
+    assert server._gets == []
+    assert server._endpoint.find(client.client_id) == []
+    if kept is not None:
+        os.close(kept)
 
 
 def test_a_client_of_a_missing_server_times_out(folder: Path) -> None:

@@ -6,6 +6,7 @@ gets the columns with the replies. A client is not thread-safe: every process an
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,7 +43,7 @@ class StreamClient:
         else:
             self._transport = UnixTransport(transport.socket_path(stream), timeout_s)
             self._writer, self._reader = SegmentWriter(stream, self.client_id), SegmentReader(stream)
-        self._num_requests = 0
+        self._num_requests, self._is_closed = 0, False
         try:
             reply, _ = self._call("connect", {"client_id": self.client_id})
         except (RunError, StreamError):
@@ -113,8 +114,12 @@ class StreamClient:
         return {name: header[name] for name in ("num_rows", "num_bytes")}
 
     def close(self) -> None:
-        """Disconnect; on the server's host this releases all leases. Rows that were put stay."""
-        self._transport.close()
+        """Release all leases and disconnect. Rows that were put stay."""
+        if not self._is_closed:
+            self._is_closed = True
+            with contextlib.suppress(RunError):  # the server has exited
+                self._send("disconnect", {})
+            self._transport.close()
 
     def __enter__(self) -> Self:
         return self

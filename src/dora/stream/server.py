@@ -210,6 +210,10 @@ class StreamServer:
         self._endpoint.register(client)
         return {"fields": [*stream.fields.values()]}, ()
 
+    def _handle_disconnect(self, client: ClientConnection, _: dict[str, Any], __: Frames) -> None:
+        """The client closes its connection; there is no reply."""
+        self._disconnect(client)
+
     def _handle_put(self, client: ClientConnection, header: dict[str, Any], buffers: Frames) -> Reply:
         samples = decode_samples(transport.decode_integers(buffers[0], np.int64, 5))
         location = self._client_block(client, header["location"])

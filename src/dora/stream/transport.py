@@ -3,7 +3,7 @@
 A message is a JSON header followed by raw buffers; nothing is unpickled. A request is {"id": int, "method":
 str, ...}; its reply has the same id, and `error` if the request was refused. A client detects the exit of the
 server at once, and the server that of a client on the same host (on Linux even while a forked child keeps the
-socket open). The server does not detect the exit of a client on another host.
+socket open). The server does not detect the crash of a client on another host.
 """
 
 from __future__ import annotations
