@@ -35,14 +35,14 @@ def block(names: Sequence[str], num_rows: int) -> Block:
 
 
 def add(metadata: MetadataController, rows: Sequence[SampleMeta]) -> None:
-    metadata.check_new(rows, ["ids"], len(rows))
-    metadata.add(rows, block(["ids"], len(rows)))
+    new = metadata.check_new(rows, ["ids"], len(rows))
+    metadata.add(new, block(["ids"], len(rows)))
 
 
 def fill(metadata: MetadataController, *numbers: int) -> None:
     groups = [group(number) for number in numbers]
-    metadata.check_fill(groups, ["reward"], 2 * len(numbers))
-    metadata.fill(groups, block(["reward"], 2 * len(numbers)))
+    found = metadata.check_fill(groups, ["reward"], 2 * len(numbers))
+    metadata.fill(found, block(["reward"], 2 * len(numbers)))
 
 
 def lease(
@@ -182,6 +182,7 @@ def test_only_the_holder_of_a_lease_can_commit_it(metadata: MetadataController) 
         (samples(3, 4, 3), "group 0/3 exists already"),
         (samples(3)[1:], "group 0/3 is incomplete"),
         (samples(3)[::-1], "group 0/3 is incomplete"),
+        ([], "0 values for 0 rows: pass one value for each row"),
     ],
 )
 def test_a_group_is_put_once_and_whole(
@@ -204,6 +205,19 @@ def test_a_column_is_written_once_and_only_to_existing_groups(metadata: Metadata
     ):
         with pytest.raises(StreamError, match=fragment):
             metadata.check_fill([group(number)], [name], num_rows)
+    with pytest.raises(StreamError, match="0 values for 0 rows"):
+        metadata.check_fill([], ["reward"], 0)
+
+
+def test_a_group_that_a_fill_names_for_each_of_its_rows_has_one_value_for_each_row(
+    metadata: MetadataController,
+) -> None:
+    add(metadata, samples(0))
+    repeated = [group(0)] * 2
+    with pytest.raises(StreamError, match="4 values for 2 rows"):
+        metadata.check_fill(repeated, ["reward"], 4)
+    (found,) = metadata.check_fill(repeated, ["reward"], 2)
+    assert found.group == group(0)
 
 
 def test_consumers_are_declared_with_declared_fields(metadata: MetadataController) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,11 +62,20 @@ def test_a_batch_reads_rows_of_several_blocks() -> None:
         ({"ids": [np.zeros((1, 1), np.int32)] * 2}, r"'ids' is int32 of shape \(1, 1\)"),
         ({"ids": [np.int32(1)] * 2}, r"'ids' is int32 of shape \(\)"),
         ({"reward": np.zeros(3), "ids": [np.zeros(1, np.int32)]}, "'ids' has 1 values for 3 rows"),
+        ({}, "no rows or no columns: pass at least one of each"),
+        ({"reward": np.zeros(0)}, "no rows or no columns"),
+        ({"ids": []}, "no rows or no columns"),
     ],
 )
 def test_an_invalid_column_is_refused(columns: dict[str, Any], fragment: str) -> None:
     with pytest.raises(StreamError, match=fragment):
         BlockPacker(KNOWN, columns)
+
+
+def test_a_column_may_be_in_a_file(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "rewards", np.float64, "w+", shape=(2,))
+    mapped[:] = 1.5
+    assert pack_and_unpack({"reward": mapped}, 2)["reward"].values.tolist() == [1.5, 1.5]
 
 
 def test_a_truncated_block_is_refused() -> None:

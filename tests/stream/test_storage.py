@@ -80,7 +80,8 @@ def test_a_refused_request_leaves_the_stream_unchanged(stream: SampleStream) -> 
         "'ids' is float64": lambda: stream.put(samples(2), {"ids": [np.zeros(1)] * 2}),
         "group 0/0 has ids, logprobs already": lambda: stream.fill([group(0)], columns(0)),
         "group 0/9 does not exist": lambda: stream.fill([group(9)], rewards(9)),
-        "4 values for 2 rows": lambda: stream.fill([group(0)], rewards(0, 1)),
+        "4 values for 2 rows": lambda: stream.fill([group(0)] * 2, rewards(0, 1)),
+        "no rows or no columns": lambda: stream.fill([], {"reward": np.zeros(0)}),
         "no lease 1": lambda: stream.metadata.commit(1, "me", 0.0),
     }
     before = stream.metadata.num_rows, stream.metadata.num_bytes

@@ -60,7 +60,7 @@ class StreamClient:
 
     def fill(self, groups: Iterable[GroupId], columns: ColumnData) -> None:
         """Add columns to existing groups, with a value for each row. Raises as `put`."""
-        self._write("fill", {"groups": [*dict.fromkeys(groups)]}, columns)
+        self._write("fill", {"groups": [*groups]}, columns)
 
     def get(
         self,

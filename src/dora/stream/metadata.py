@@ -8,7 +8,7 @@ so no operation scans all groups. A group is removed after its last consumer.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
@@ -133,24 +133,31 @@ class MetadataController:
             mask |= self.field_bits[name]
         return mask
 
-    def check_new(self, samples: Sequence[SampleMeta], names: Sequence[str], num_rows: int) -> None:
-        """Raises StreamError unless these are whole new groups, one after the other, in sibling order."""
+    def check_new(
+        self, samples: Sequence[SampleMeta], names: Sequence[str], num_rows: int
+    ) -> dict[GroupId, list[SampleMeta]]:
+        """The samples by group.
+
+        Raises StreamError unless these are whole new groups, one after the other, in sibling order.
+        """
         self.field_mask(names)
         _check_num_rows(num_rows, len(samples))
-        new: set[GroupId] = set()
-        for group, siblings in _split(samples):
+        new: dict[GroupId, list[SampleMeta]] = {}
+        for group, found in groupby(samples, lambda sample: sample.request.group):
+            siblings = [*found]
             if group in self.groups or group in new:
                 raise StreamError(
                     f"group {group} exists already: put a group once, then fill further columns"
                 )
             if [sample.request.sibling for sample in siblings] != [*range(len(siblings))]:
                 raise StreamError(f"group {group} is incomplete: put all its samples together, in order")
-            new.add(group)
+            new[group] = siblings
+        return new
 
-    def add(self, samples: Sequence[SampleMeta], block: Block) -> None:
-        """Add groups with their first columns. Requires `check_new`."""
+    def add(self, new: Mapping[GroupId, Sequence[SampleMeta]], block: Block) -> None:
+        """Add groups, which `check_new` has returned, with their first columns."""
         groups = []
-        for name, siblings in _split(samples):
+        for name, siblings in new.items():
             indices = range(self._next_index, self._next_index + len(siblings))
             version, num_tokens = min(s.version for s in siblings), sum(s.num_tokens for s in siblings)
             groups.append(group := StreamGroup(name, indices, siblings, version, num_tokens))
@@ -159,20 +166,25 @@ class MetadataController:
             self._next_index = indices.stop
         self._add_block(groups, block)
 
-    def check_fill(self, groups: Sequence[GroupId], names: Sequence[str], num_rows: int) -> None:
-        """Raises StreamError for a group that does not exist, or a column that it has already."""
-        mask = self.field_mask(names)
-        for name in groups:
+    def check_fill(self, groups: Iterable[GroupId], names: Sequence[str], num_rows: int) -> list[StreamGroup]:
+        """The groups, each once, although `StreamBatch.groups` names one for each row.
+
+        Raises StreamError for a group that does not exist, or a column that it has already.
+        """
+        mask, found = self.field_mask(names), []
+        for name in dict.fromkeys(groups):
             if (group := self.groups.get(name)) is None:
                 raise StreamError(f"group {name} does not exist: never put, cleared, or consumed by all")
             if group.produced & mask:
                 repeated = ", ".join(field for field in names if self.field_bits[field] & group.produced)
                 raise StreamError(f"group {name} has {repeated} already: a column is written once")
-        _check_num_rows(num_rows, sum(len(self.groups[name].samples) for name in groups))
+            found.append(group)
+        _check_num_rows(num_rows, sum(len(group.samples) for group in found))
+        return found
 
-    def fill(self, groups: Sequence[GroupId], block: Block) -> None:
-        """Add columns to existing groups. Requires `check_fill`."""
-        self._add_block([self.groups[name] for name in groups], block)
+    def fill(self, groups: Iterable[StreamGroup], block: Block) -> None:
+        """Add columns to groups, which `check_fill` has returned."""
+        self._add_block(groups, block)
 
     def lease(self, name: str, client: str, request: BatchRequest, now_s: float) -> StreamLease | None:
         """Lease the requested groups; None while they are not ready. Raises StreamError."""
@@ -346,14 +358,8 @@ class MetadataController:
 
 
 def _check_num_rows(num_rows: int, expected: int) -> None:
-    if num_rows != expected:
+    if num_rows != expected or not expected:
         raise StreamError(f"{num_rows} values for {expected} rows: pass one value for each row of each group")
-
-
-def _split(samples: Sequence[SampleMeta]) -> Iterator[tuple[GroupId, list[SampleMeta]]]:
-    """Neighbouring samples of the same group."""
-    for group, siblings in groupby(samples, lambda sample: sample.request.group):
-        yield group, [*siblings]
 
 
 class StreamConsumer:

@@ -111,8 +111,10 @@ class BlockPacker:
     """Validates some columns of some rows and copies them into a block."""
 
     def __init__(self, fields: Mapping[str, Field], columns: ColumnData) -> None:
-        """Raises StreamError for an unknown field, a wrong dtype, shape or number of rows."""
-        self.names, self.num_rows = tuple(columns), max(map(len, columns.values()))
+        """Raises StreamError for an unknown field, a wrong dtype, shape or number of rows, and for none."""
+        self.names, self.num_rows = tuple(columns), max(map(len, columns.values()), default=0)
+        if not self.num_rows:
+            raise StreamError("no rows or no columns: pass at least one of each")
         self._pieces: list[tuple[Sequence[Array], int]] = []  # arrays to concatenate, and their offset
         self.num_bytes = 0
         for name, column in columns.items():
@@ -142,7 +144,7 @@ def _check(field: Field, arrays: Sequence[Any]) -> None:
     """Raises StreamError unless all arrays have the field's dtype and one dimension."""
     dtype = np.dtype(field.dtype)
     for array in arrays:
-        if type(array) is not np.ndarray or array.dtype != dtype or array.ndim != 1:
+        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
             found = f"{getattr(array, 'dtype', type(array).__name__)} of shape {np.shape(array)}"
             raise StreamError(
                 f"field {field.name!r} is {found} and was declared {field.dtype}, one-dimensional: convert it"

@@ -295,7 +295,7 @@ class InProcessClient:
         with self._server.exclusive() as stream:
             stream.put(samples, columns)
 
-    def fill(self, groups: Sequence[GroupId], columns: ColumnData) -> None:
+    def fill(self, groups: Iterable[GroupId], columns: ColumnData) -> None:
         with self._server.exclusive() as stream:
             stream.fill(groups, columns)
 

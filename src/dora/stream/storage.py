@@ -52,28 +52,28 @@ class SampleStream:
     def put(self, samples: Sequence[SampleMeta], columns: ColumnData) -> None:
         """Add groups with their first columns. Raises StreamError and StorageFullError."""
         packer = BlockPacker(self.fields, columns)
-        self.metadata.check_new(samples, packer.names, packer.num_rows)
-        self.metadata.add(samples, self._make_block(packer.names, packer.num_rows, self._write(packer)))
+        new = self.metadata.check_new(samples, packer.names, packer.num_rows)
+        self.metadata.add(new, self._make_block(packer.names, packer.num_rows, self._write(packer)))
 
     def put_block(
         self, samples: Sequence[SampleMeta], names: Sequence[str], num_rows: int, location: BlockLocation
     ) -> None:
         """Add groups as `put`, with a block that a client has written."""
-        self.metadata.check_new(samples, names, num_rows)
-        self.metadata.add(samples, self._make_block(names, num_rows, location))
+        new = self.metadata.check_new(samples, names, num_rows)
+        self.metadata.add(new, self._make_block(names, num_rows, location))
 
-    def fill(self, groups: Sequence[GroupId], columns: ColumnData) -> None:
+    def fill(self, groups: Iterable[GroupId], columns: ColumnData) -> None:
         """Add columns to groups. Raises StreamError and StorageFullError."""
         packer = BlockPacker(self.fields, columns)
-        self.metadata.check_fill(groups, packer.names, packer.num_rows)
-        self.metadata.fill(groups, self._make_block(packer.names, packer.num_rows, self._write(packer)))
+        found = self.metadata.check_fill(groups, packer.names, packer.num_rows)
+        self.metadata.fill(found, self._make_block(packer.names, packer.num_rows, self._write(packer)))
 
     def fill_block(
-        self, groups: Sequence[GroupId], names: Sequence[str], num_rows: int, location: BlockLocation
+        self, groups: Iterable[GroupId], names: Sequence[str], num_rows: int, location: BlockLocation
     ) -> None:
         """Add columns as `fill`, with a block that a client has written."""
-        self.metadata.check_fill(groups, names, num_rows)
-        self.metadata.fill(groups, self._make_block(names, num_rows, location))
+        found = self.metadata.check_fill(groups, names, num_rows)
+        self.metadata.fill(found, self._make_block(names, num_rows, location))
 
     def batch(self, lease: StreamLease) -> StreamBatch:
         """The rows of a lease, with views of the columns its consumer needs."""
