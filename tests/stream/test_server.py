@@ -17,6 +17,7 @@ import pytest
 from tests.stream.processes import TASK, StreamProcess
 from tests.stream.sample_rows import ALL, columns, get, group, numbers, put, rewards, samples, serving
 
+from dora import curve
 from dora.curve import CurveConnection
 from dora.errors import RunError, StorageFullError, StreamError
 from dora.stream import storage, transport
@@ -57,6 +58,19 @@ def test_a_remote_client_only_reads_and_gets_only_the_columns_it_needs(
     assert numbers(batch) == [1, 0]
     assert "logprobs" not in batch
     assert batch.rows("reward") == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_remote_client_gets_more_than_a_frame_may_have(
+    server: StreamServer, producer: StreamClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(curve, "MAX_FRAME_BYTES", 1 << 20)
+    monkeypatch.setattr("dora.stream.server.FRAME_BYTES", 1 << 19)
+    assert server.remote is not None
+    with StreamClient(server.remote, timeout_s=20.0) as remote:
+        values = [np.arange(n, dtype=np.int32) for n in (170_000, 180_000, 0, 190_000)]
+        producer.put(samples(0, 1), {"ids": values, "logprobs": [np.zeros(1, np.float32)] * 4})
+        for sent, received in zip(values, get(remote).rows("ids"), strict=True):
+            np.testing.assert_array_equal(sent, received)
 
 
 def test_ranks_of_a_trainer_read_rows_that_rank_0_has_on_lease(

@@ -133,7 +133,7 @@ class StreamClient:
         rows = transport.decode_integers(buffers[0], np.int64, 4)
         if isinstance(self._stream, CurveAddress):
             pairs = np.arange(len(rows), dtype=np.int32).repeat(2).reshape(-1, 2)
-            parts = [BatchPart(header["names"], len(rows), buffers[1], pairs)]
+            parts = [BatchPart(header["names"], len(rows), b"".join(buffers[1:]), pairs)]
         else:
             parts = [
                 BatchPart(

@@ -32,6 +32,7 @@ from dora.stream.storage import (
 )
 from dora.stream.transport import ClientConnection, Frames, Reply, ServerEndpoint
 
+FRAME_BYTES = 64 << 20  # of a block for a remote client: less than MAX_FRAME_BYTES, also when encrypted
 REFUSED = (StreamError, OSError)
 MALFORMED = (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError)
 
@@ -281,8 +282,9 @@ class StreamServer:
             return {"lease": lease.lease_id, "parts": parts}, [encode_lease(lease), *pairs]
         batch, names = self._stream.batch(lease), lease.consumer.fields
         packer = BlockPacker(self._stream.fields, {name: batch.rows(name) for name in names})
-        packer.write(block := bytearray(packer.num_bytes))
-        return {"lease": lease.lease_id, "names": names}, [encode_lease(lease), block]
+        packer.write(block := memoryview(bytearray(packer.num_bytes)))
+        frames = [block[first : first + FRAME_BYTES] for first in range(0, len(block), FRAME_BYTES)]
+        return {"lease": lease.lease_id, "names": names}, [encode_lease(lease), *frames]
 
 
 class InProcessClient:
