@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tests.stream.sample_rows import ALL, CONSUMERS, FIELDS, columns, group, num
 
 from dora.errors import StreamError
 from dora.stream.metadata import BatchRequest, ConsumerDeclaration
-from dora.stream.schema import StreamBatch
+from dora.stream.schema import Field, StreamBatch
 from dora.stream.storage import (
     SEGMENT_BYTES,
     SampleStream,
@@ -90,6 +91,32 @@ def test_a_refused_request_leaves_the_stream_unchanged(stream: SampleStream) -> 
             request()
     assert (stream.metadata.num_rows, stream.metadata.num_bytes) == before
     assert consume(stream, TASK) == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", ["S5", "O", ">i4", "M8[s]", "(2,)<i4"])
+def test_a_field_has_numbers_that_every_client_can_read(tmp_path: Path, dtype: str) -> None:
+    with pytest.raises(StreamError, match=r"field 'odd': dtype .* has no numbers in this machine's byte"):
+        SampleStream([Field("odd", dtype)], [], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("consumers", "fragment"),
+    [
+        ([ConsumerDeclaration("critic", [])], "consumer 'critic': 0 fields"),
+        ([ConsumerDeclaration("critic", ["ids"], 0.0)], "1 fields, lease_s = 0: it needs"),
+        ([ConsumerDeclaration("critic", ["ids"], -1.0)], "lease_s = -1: it needs"),
+        ([ConsumerDeclaration("critic", ["ids"], math.nan)], "lease_s = nan: it needs"),
+        ([ConsumerDeclaration("critic", ["ids"]), ConsumerDeclaration("critic", ["reward"])], "'critic' is"),
+        ([ConsumerDeclaration("critic", ["values"])], "field 'values' is not declared"),
+    ],
+)
+def test_invalid_declarations_are_refused(
+    tmp_path: Path, consumers: list[ConsumerDeclaration], fragment: str
+) -> None:
+    with pytest.raises(StreamError, match=fragment):
+        SampleStream(FIELDS, consumers, tmp_path)
+    with pytest.raises(StreamError, match="'ids' is declared twice: use another name"):
+        SampleStream([*FIELDS, FIELDS[0]], CONSUMERS, tmp_path)
 
 
 def test_segments_are_reused(tmp_path: Path) -> None:

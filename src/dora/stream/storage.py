@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dora.core.types import GroupId, RequestId
-from dora.errors import StorageFullError
+from dora.errors import StorageFullError, StreamError
 from dora.full_disk import is_full
 from dora.stream.metadata import (
     Block,
@@ -39,7 +39,9 @@ class SampleStream:
     def __init__(
         self, fields: Iterable[Field], consumers: Iterable[ConsumerDeclaration], folder: Path
     ) -> None:
-        """Blocks are in files of `folder`."""
+        """Blocks are in files of `folder`. Raises StreamError for an invalid declaration."""
+        fields, consumers = [*fields], [*consumers]
+        _check_declarations(fields, consumers)
         self.fields = {field.name: field for field in fields}
         self.folder = folder
         self.metadata = MetadataController(self.fields, consumers)
@@ -146,6 +148,25 @@ class SampleStream:
         if self._num_blocks[segment] <= 0:
             del self._num_blocks[segment]
             (self.folder / segment).unlink(missing_ok=True)
+
+
+def _check_declarations(fields: Sequence[Field], consumers: Sequence[ConsumerDeclaration]) -> None:
+    for names in ([field.name for field in fields], [consumer.name for consumer in consumers]):
+        if repeated := [name for name, count in Counter(names).items() if count > 1]:
+            raise StreamError(f"{repeated[0]!r} is declared twice: use another name")
+    for field in fields:
+        dtype = np.dtype(field.dtype)
+        if dtype.kind not in "biufc" or not dtype.isnative:
+            raise StreamError(
+                f"field {field.name!r}: dtype {field.dtype!r} has no numbers in this machine's byte order; "
+                "use one such as '<i4', or 'u1' for text"
+            )
+    for consumer in consumers:
+        if not consumer.fields or not consumer.lease_s > 0:
+            raise StreamError(
+                f"consumer {consumer.name!r}: {len(consumer.fields)} fields, lease_s = {consumer.lease_s:g}: "
+                "it needs at least one field, and lease_s more than 0 s"
+            )
 
 
 def storage_full_error(error: OSError, num_rows: int, num_bytes: int) -> StorageFullError:
