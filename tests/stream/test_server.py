@@ -231,6 +231,18 @@ def test_rows_of_a_reply_that_came_too_late_go_to_another_client(
         assert numbers(get(other)) == [3]
 
 
+def test_a_folder_may_be_relative_and_the_process_may_change_to_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "stream").mkdir()
+    monkeypatch.chdir(folder)
+    with serving(Path("stream")), StreamClient(Path("stream")) as client:
+        monkeypatch.chdir("/")
+        put(client, 3)
+        assert numbers(get(client)) == [3]
+    assert [*(folder / "stream").iterdir()] == []
+
+
 def test_an_expired_lease_goes_to_another_client(folder: Path) -> None:
     critic = ConsumerDeclaration("critic", ["ids"], lease_s=0.05)
     with serving(folder, [critic]), StreamClient(folder) as slow, StreamClient(folder) as quick:

@@ -33,7 +33,8 @@ class StreamClient:
     def __init__(self, stream: Path | CurveAddress, timeout_s: float = 30.0) -> None:
         """`timeout_s` limits the time of a reply, beyond the wait of the request itself. Raises RunError.
 
-        `stream`: on the server's host the folder of the stream, elsewhere its `remote` address.
+        `stream`: on the server's host the folder of the stream, elsewhere its `remote` address. A relative
+        folder makes the path of the socket shorter; the process may change to another folder later.
         """
         self._stream, self._timeout_s = stream, timeout_s
         self.client_id = secrets.token_hex(8)  # also the owner of its segments
@@ -42,7 +43,8 @@ class StreamClient:
             self._transport = RemoteTransport(stream, timeout_s)
         else:
             self._transport = UnixTransport(transport.socket_path(stream), timeout_s)
-            self._writer, self._reader = SegmentWriter(stream, self.client_id), SegmentReader(stream)
+            segments = stream.resolve()
+            self._writer, self._reader = SegmentWriter(segments, self.client_id), SegmentReader(segments)
         self._num_requests, self._is_closed = 0, False
         try:
             reply, _ = self._call("connect", {"client_id": self.client_id})

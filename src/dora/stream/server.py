@@ -269,7 +269,7 @@ class StreamServer:
         location = transport.location_from_json(value)
         if not is_segment_name(location.segment) or not location.segment.startswith(f"{client.client_id}-"):
             raise StreamError(f"{location.segment!r} is not a segment of this client: write to your own")
-        num_bytes = segment_size(self._stream.folder / location.segment)
+        num_bytes = segment_size(self._stream.segments / location.segment)
         if location.offset < 0 or location.num_bytes < 0 or location.offset + location.num_bytes > num_bytes:
             raise StreamError(f"{location} is outside its segment, which has {num_bytes} bytes")
         return location

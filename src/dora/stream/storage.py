@@ -43,10 +43,10 @@ class SampleStream:
         fields, consumers = [*fields], [*consumers]
         _check_declarations(fields, consumers)
         self.fields = {field.name: field for field in fields}
-        self.folder = folder
+        self.folder, self.segments = folder, folder.resolve()
         self.metadata = MetadataController(self.fields, consumers)
-        self._writer = SegmentWriter(folder, secrets.token_hex(8))
-        self._reader = SegmentReader(folder)
+        self._writer = SegmentWriter(self.segments, secrets.token_hex(8))
+        self._reader = SegmentReader(self.segments)
         self._num_blocks: Counter[str] = Counter()  # by segment of other owners
         self._removed_owners: set[str] = set()
         self._reusable: dict[str, Counter[str]] = defaultdict(Counter)  # by owner: freed blocks by segment
@@ -102,7 +102,7 @@ class SampleStream:
         """The owner has exited: remove each of its segments once it is empty."""
         self._removed_owners.add(owner)
         self._reusable.pop(owner, None)
-        for path in self.folder.glob(f"{owner}-*"):
+        for path in self.segments.glob(f"{owner}-*"):
             self._remove_if_empty(path.name)
 
     def has_owner(self, owner: str) -> bool:
@@ -113,7 +113,7 @@ class SampleStream:
         """Remove all segments, also those of clients."""
         self._writer.close()
         with contextlib.suppress(FileNotFoundError):  # the folder has been removed
-            for path in self.folder.iterdir():
+            for path in self.segments.iterdir():
                 if is_segment_name(path.name):
                     path.unlink(missing_ok=True)
 
@@ -147,7 +147,7 @@ class SampleStream:
     def _remove_if_empty(self, segment: str) -> None:
         if self._num_blocks[segment] <= 0:
             del self._num_blocks[segment]
-            (self.folder / segment).unlink(missing_ok=True)
+            (self.segments / segment).unlink(missing_ok=True)
 
 
 def _check_declarations(fields: Sequence[Field], consumers: Sequence[ConsumerDeclaration]) -> None:

@@ -296,8 +296,7 @@ class ServerEndpoint:
         self._remote: dict[bytes, ClientConnection] = {}  # by their addresses at the ZeroMQ socket
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._poll.register(self._wake_receiver, select.POLLIN)
-        self._path = socket_path(folder)
-        self._listening = _listen(self._path)
+        self._listening, self._path = _listen(socket_path(folder)), socket_path(folder).absolute()
         self._poll.register(self._listening, select.POLLIN)
         self.remote: CurveAddress | None = None
         if host is not None:
