@@ -123,11 +123,15 @@ def test_a_client_id_cannot_be_used_twice(
     assert numbers(get(producer)) == [3]
 
 
+@pytest.mark.parametrize("error", [ValueError, MemoryError])
 def test_rows_that_the_server_cannot_read_stay_queued(
-    producer: StreamClient, new_client: Callable[..., StreamClient], monkeypatch: pytest.MonkeyPatch
+    producer: StreamClient,
+    new_client: Callable[..., StreamClient],
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[Exception],
 ) -> None:
     def broken(*_: Any) -> memoryview:
-        raise ValueError("the block is damaged")
+        raise error("the block is damaged")
 
     client = new_client(is_local=False)
     put(producer, 3)

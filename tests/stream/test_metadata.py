@@ -120,6 +120,9 @@ def test_only_leased_rows_can_be_read_without_a_lease(metadata: MetadataControll
     for name, index in (("reward", 2), ("reward", 0), ("actor", 0), ("actor", 2), ("reward", 7)):
         with pytest.raises(StreamError, match=f"row {index} is not on lease to '{name}'"):
             metadata.leased_rows(name, [index])
+    for indices in ([], [0, 1, 0]):
+        with pytest.raises(StreamError, match="a row is repeated, or there is none"):
+            metadata.leased_rows("reward", indices)
 
 
 def test_a_group_is_leased_by_name_once_it_is_ready(metadata: MetadataController) -> None:

@@ -218,6 +218,8 @@ class MetadataController:
         Raises StreamError.
         """
         consumer, rows = self.consumer(name), []
+        if len({*indices}) < len(indices) or not indices:
+            raise StreamError("a row is repeated, or there is none: name each row once")
         for index in indices:
             group = self._rows.get(index)
             if group is None or not consumer.has_leased(group):

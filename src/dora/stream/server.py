@@ -34,7 +34,7 @@ from dora.stream.transport import ClientConnection, Frames, Reply, ServerEndpoin
 
 FRAME_BYTES = 64 << 20  # of a block for a remote client: less than MAX_FRAME_BYTES, also when encrypted
 REFUSED = (StreamError, OSError)
-MALFORMED = (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError)
+MALFORMED = (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError, MemoryError)
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from tests.runtime.scoring.conftest import RewardBench
 from dora.config import load
 from dora.core.events import GroupScored, ScoringFailed
 from dora.core.types import GroupId
-from dora.errors import InputError, RunError
+from dora.errors import InputError, RunError, StreamError
 from dora.runtime.process import messages as m
 from dora.runtime.process.worker_process import WorkerOutbox
 from dora.runtime.scoring.reward_manager import (
@@ -25,6 +25,7 @@ from dora.runtime.scoring.reward_manager import (
     reward_tasks,
 )
 from dora.runtime.scoring.reward_worker import RewardWorker, encode_prompt_row
+from dora.stream.client import StreamClient
 from dora.stream.metadata import BatchRequest
 
 MAX_RESTARTS = 3  # the default of runtime.max_restarts
@@ -52,6 +53,22 @@ def test_a_group_is_retried_after_a_crash_of_its_worker(bench: RewardBench, host
     groups = [bench.submit(1, behavior="crashes once"), bench.submit(2)]
     assert bench.wait_for(2) == [GroupScored(group, (1.0, 2.0)) for group in groups]
     assert bench.notices == ["the reward worker is replaced: reward worker was killed by SIGKILL"]
+
+
+def test_a_worker_that_connects_again_loses_the_leases_of_its_lost_connection(bench: RewardBench) -> None:
+    """The storage does not detect the end of a remote connection."""
+    bench.open(bench.task(), host="127.0.0.1")
+    bench.wait_until_idle()
+    (workers,) = bench.manager._workers
+    ((slot, call),) = workers._calls.items()
+    remote = bench.stream.storage.remote
+    assert remote is not None
+    with StreamClient(remote) as lost:
+        new_id, call.client_id = call.client_id, lost.client_id
+        workers.on_message(slot, slot.worker, m.WorkerReady(client_id=new_id))
+        assert call.client_id == new_id
+        with pytest.raises(StreamError, match="was evicted"):
+            lost.status()
 
 
 def test_an_idle_worker_that_keeps_crashing_is_replaced_up_to_the_limit(bench: RewardBench) -> None:

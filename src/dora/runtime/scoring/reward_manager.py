@@ -74,6 +74,8 @@ class RewardWorkers:
         call.since_s = self._supervisor.clock.now_s
         match message:
             case m.WorkerReady(client_id=client_id):
+                if call.client_id:  # of a lost connection, whose leases the worker could not end
+                    self._stream.evict(call.client_id)
                 call.client_id = client_id
             case m.TaskStarted(groups):
                 call.groups, slot.has_task = groups, bool(groups)
