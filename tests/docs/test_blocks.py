@@ -209,7 +209,7 @@ def test_the_stream_on_the_page_serves_two_consumers(here: Path) -> None:
     run(producer, names)
     mine, server, serving = names["client"], names["server"], names["serving"]
     run(consumer, names)
-    assert names["batch"].indices == [0, 1]
+    assert names["batch"].requests == [(0, 7, 0), (0, 7, 1)]
     mine.close()
     server.stop()
     serving.join()

@@ -107,22 +107,26 @@ def test_the_rows_of_a_lease_are_whole_groups_in_sibling_order(metadata: Metadat
     add(metadata, [*samples(5), *samples(3, group_size=1), *samples(1, group_size=3)])
     found = metadata.lease("reward", "me", ALL, 0.0)
     assert found is not None
-    rows = [(leased.indices[sibling], leased.group.row, sibling) for leased, sibling in found.rows]
-    assert rows == [(0, 5, 0), (1, 5, 1), (2, 3, 0), (3, 1, 0), (4, 1, 1), (5, 1, 2)]
+    rows = [(leased.group.row, sibling) for leased, sibling in found.rows]
+    assert rows == [(5, 0), (5, 1), (3, 0), (1, 0), (1, 1), (1, 2)]
 
 
 def test_only_leased_rows_can_be_read_without_a_lease(metadata: MetadataController) -> None:
     add(metadata, samples(0, 1))
     fill(metadata, 0)
     assert lease(metadata, "reward") == [0]
-    assert [sibling for _, sibling in metadata.leased_rows("reward", [1, 0]).rows] == [1, 0]
-    metadata.commit(1, "me", 0.0)
-    for name, index in (("reward", 2), ("reward", 0), ("actor", 0), ("actor", 2), ("reward", 7)):
-        with pytest.raises(StreamError, match=f"row {index} is not on lease to '{name}'"):
-            metadata.leased_rows(name, [index])
-    for indices in ([], [0, 1, 0]):
+    one, other = RequestId(0, 0, 0), RequestId(0, 0, 1)
+    assert [sibling for _, sibling in metadata.leased_rows("reward", [other, one]).rows] == [1, 0]
+    for requests in ([], [one, other, one]):
         with pytest.raises(StreamError, match="a row is repeated, or there is none"):
-            metadata.leased_rows("reward", indices)
+            metadata.leased_rows("reward", requests)
+    for sibling in (-1, 2):
+        with pytest.raises(StreamError, match=f"row 0/0/{sibling} is not on lease to 'reward'"):
+            metadata.leased_rows("reward", [RequestId(0, 0, sibling)])
+    metadata.commit(1, "me", 0.0)
+    for name, number in (("reward", 1), ("reward", 0), ("actor", 0), ("actor", 1), ("reward", 7)):
+        with pytest.raises(StreamError, match=f"row 0/{number}/0 is not on lease to '{name}'"):
+            metadata.leased_rows(name, [RequestId(0, number, 0)])
 
 
 def test_a_group_is_leased_by_name_once_it_is_ready(metadata: MetadataController) -> None:

@@ -18,6 +18,7 @@ from tests.stream.processes import TASK, StreamProcess
 from tests.stream.sample_rows import ALL, columns, get, group, numbers, put, rewards, samples, serving
 
 from dora import curve
+from dora.core.types import RequestId
 from dora.curve import CurveConnection
 from dora.errors import RunError, StorageFullError, StreamError
 from dora.stream import storage, transport
@@ -36,7 +37,7 @@ def test_every_consumer_gets_the_groups_of_a_producer(producer: StreamClient, cl
     assert (numbers(batch), numbers(chosen)) == ([0, 1], [0])
     assert chosen.rows("reward") == [0.0, 0.0]
     assert [values.tolist() for values in batch.rows("logprobs")] == [[], [0.0], [1.0], [1.0, 2.0]]
-    assert (chosen.indices, batch.versions) == ([0, 1], [0] * 4)
+    assert (chosen.requests, batch.versions) == ([RequestId(0, 0, 0), RequestId(0, 0, 1)], [0] * 4)
     for done in (batch, chosen):
         client.commit(done)
     assert client.status()["num_rows"] == 2
@@ -79,18 +80,18 @@ def test_ranks_of_a_trainer_read_rows_that_rank_0_has_on_lease(
     """Ranks of the same replica read the same rows."""
     put(producer, 0, 1)
     batch = get(producer)
-    shares = [batch.indices[::2], batch.indices[1::2]]
+    values = dict(zip(batch.requests, batch.rows("ids"), strict=True))
+    shares = [batch.requests[::2], batch.requests[1::2]]
     for share in shares:
         for _ in range(2):
             found = new_client().read_leased(TASK, share)
-            assert found.indices == share
-            assert [values.tolist() for values in found.rows("ids")] == [
-                batch.rows("ids")[index].tolist() for index in share
-            ]
+            assert found.requests == share
+            for request, read in zip(share, found.rows("ids"), strict=True):
+                np.testing.assert_array_equal(read, values[request])
     with pytest.raises(StreamError, match="this client has no lease 0"):
         producer.commit(producer.read_leased(TASK, shares[0]))
     producer.commit(batch)
-    with pytest.raises(StreamError, match="row 1 is not on lease to 'reward': another client must get it"):
+    with pytest.raises(StreamError, match="row 0/0/1 is not on lease to 'reward': another client must"):
         producer.read_leased(TASK, shares[1])
 
 

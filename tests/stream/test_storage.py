@@ -12,6 +12,7 @@ import pytest
 from tests.stream.processes import TASK
 from tests.stream.sample_rows import ALL, CONSUMERS, FIELDS, columns, group, numbers, rewards, samples
 
+from dora.core.types import RequestId
 from dora.errors import StreamError
 from dora.stream.metadata import BatchRequest, ConsumerDeclaration
 from dora.stream.schema import Field, StreamBatch
@@ -62,7 +63,7 @@ def test_a_row_has_the_columns_of_two_producers(stream: SampleStream) -> None:
     assert batch is not None
     assert numbers(batch) == [1, 0]
     assert batch.rows("reward") == [1.0, 1.0, 0.0, 0.0]
-    assert batch.indices == [2, 3, 0, 1]
+    assert batch.requests == [RequestId(0, *row) for row in ((1, 0), (1, 1), (0, 0), (0, 1))]
 
 
 def test_a_batch_has_only_the_columns_that_its_consumer_needs(stream: SampleStream) -> None:

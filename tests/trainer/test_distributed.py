@@ -27,6 +27,7 @@ from tests.trainer.batches import (
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dora.core.types import RequestId
 from dora.errors import RunError
 from dora.model.config import ModelConfig
 from dora.model.images import ImageFolder
@@ -69,9 +70,9 @@ def read_samples(received: Sequence[Sample]) -> list[Sample]:
     """Complete samples as if `shifted` were the rows of a stream."""
     rows = shifted()
     for s in received:
-        assert bool(s.token_ids) == (s.stream_index is None)
+        assert bool(s.token_ids) == (s.stream_row is None)
     return [
-        s if s.stream_index is None else replace(rows[s.stream_index], advantage=s.advantage)
+        s if s.stream_row is None else replace(rows[s.stream_row.sibling], advantage=s.advantage)
         for s in received
     ]
 
@@ -157,7 +158,7 @@ def test_ranks_round_the_weights_that_are_published_in_bf16(group: RankGroup) ->
 def test_a_rank_reads_the_columns_of_its_samples_in_the_stream(group: RankGroup) -> None:
     two, one = make_trainers(group, PLAIN)
     batch = [replace(s, advantage=2.0 * s.advantages[0]) for s in shifted()]
-    got = two.step([replace(s, stream_index=i) for i, s in enumerate(batch)])
+    got = two.step([replace(s, stream_row=RequestId(0, 0, i)) for i, s in enumerate(batch)])
     assert got == pytest.approx(one.step(batch), rel=1e-5, abs=1e-7)
     assert relative_gap(first_moment(two), first_moment(one)) < 1e-6
 

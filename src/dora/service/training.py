@@ -32,7 +32,7 @@ from dora.stream.sample_db import StoredSample
 router = APIRouter(prefix="/v1", tags=["training"])
 
 START_TIMEOUT_S = 60.0  # for a run to begin training
-FIELDS = tuple(name for name in StoredSample._fields if name != "stream_index")  # the index is internal
+FIELDS = tuple(name for name in StoredSample._fields if name != "stream_row")
 ALL_FIELDS = ",".join(FIELDS)
 
 

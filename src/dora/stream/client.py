@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from dora.core.types import GroupId
+from dora.core.types import GroupId, RequestId
 from dora.curve import CurveAddress
 from dora.errors import RunError, StreamError
 from dora.full_disk import is_full
@@ -90,9 +90,9 @@ class StreamClient:
             self._send("release", {"lease": header["lease"]})
             raise
 
-    def read_leased(self, consumer: str, indices: Sequence[int]) -> StreamBatch:
+    def read_leased(self, consumer: str, requests: Iterable[RequestId]) -> StreamBatch:
         """Read rows that another client of the consumer has on lease; there is nothing to commit."""
-        return self._batch(*self._call("read_leased", {"consumer": consumer, "indices": [*indices]}))
+        return self._batch(*self._call("read_leased", {"consumer": consumer, "requests": [*requests]}))
 
     def commit(self, batch: StreamBatch) -> None:
         """Mark the rows as consumed; do not read their columns any more."""

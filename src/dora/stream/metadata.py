@@ -8,7 +8,7 @@ so no operation scans all groups. A group is removed after its last consumer.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
@@ -71,7 +71,6 @@ class StreamGroup:
     """The samples of a group. Bit masks hold its production status (by field) and its status by consumer."""
 
     group: GroupId
-    indices: range  # of its rows
     samples: Sequence[SampleMeta]  # in sibling order
     version: int  # the oldest one of a sample
     num_tokens: int
@@ -113,15 +112,13 @@ class MetadataController:
         self.groups: dict[GroupId, StreamGroup] = {}
         self.num_bytes = 0
         self.freed_blocks: list[Block] = []  # no longer referenced; the storage takes them from here
-        self._rows: dict[int, StreamGroup] = {}  # by global index
-        self._next_index = 0
         self._leases: dict[int, StreamLease] = {}
         self._timed: dict[int, StreamLease] = {}  # those that expire, which are few
         self._num_leases = 0
 
     @property
     def num_rows(self) -> int:
-        return len(self._rows)
+        return sum(len(group.samples) for group in self.groups.values())
 
     def field_mask(self, names: Iterable[str]) -> int:
         """Raises StreamError for a field that is not declared."""
@@ -135,35 +132,27 @@ class MetadataController:
 
     def check_new(
         self, samples: Sequence[SampleMeta], names: Sequence[str], num_rows: int
-    ) -> dict[GroupId, list[SampleMeta]]:
-        """The samples by group.
+    ) -> list[StreamGroup]:
+        """The new groups.
 
         Raises StreamError unless these are whole new groups, one after the other, in sibling order.
         """
         self.field_mask(names)
         _check_num_rows(num_rows, len(samples))
-        new: dict[GroupId, list[SampleMeta]] = {}
-        for group, found in groupby(samples, lambda sample: sample.request.group):
+        new: dict[GroupId, StreamGroup] = {}
+        for name, found in groupby(samples, lambda sample: sample.request.group):
             siblings = [*found]
-            if group in self.groups or group in new:
-                raise StreamError(
-                    f"group {group} exists already: put a group once, then fill further columns"
-                )
+            if name in self.groups or name in new:
+                raise StreamError(f"group {name} exists already: put a group once, then fill further columns")
             if [sample.request.sibling for sample in siblings] != [*range(len(siblings))]:
-                raise StreamError(f"group {group} is incomplete: put all its samples together, in order")
-            new[group] = siblings
-        return new
-
-    def add(self, new: Mapping[GroupId, Sequence[SampleMeta]], block: Block) -> None:
-        """Add groups, which `check_new` has returned, with their first columns."""
-        groups = []
-        for name, siblings in new.items():
-            indices = range(self._next_index, self._next_index + len(siblings))
+                raise StreamError(f"group {name} is incomplete: put all its samples together, in order")
             version, num_tokens = min(s.version for s in siblings), sum(s.num_tokens for s in siblings)
-            groups.append(group := StreamGroup(name, indices, siblings, version, num_tokens))
-            self.groups[name] = group
-            self._rows.update(dict.fromkeys(indices, group))
-            self._next_index = indices.stop
+            new[name] = StreamGroup(name, siblings, version, num_tokens)
+        return [*new.values()]
+
+    def add(self, groups: Sequence[StreamGroup], block: Block) -> None:
+        """Add groups, which `check_new` has returned, with their first columns."""
+        self.groups.update((group.group, group) for group in groups)
         self._add_block(groups, block)
 
     def check_fill(self, groups: Iterable[GroupId], names: Sequence[str], num_rows: int) -> list[StreamGroup]:
@@ -211,22 +200,22 @@ class MetadataController:
             self._timed[lease.lease_id] = lease
         return lease
 
-    def leased_rows(self, name: str, indices: Sequence[int]) -> StreamLease:
+    def leased_rows(self, name: str, requests: Sequence[RequestId]) -> StreamLease:
         """Rows that some client of the consumer has on lease, e.g. for the other ranks of a trainer.
 
         The result has lease id 0: it cannot be committed, and its blocks last as long as the actual lease.
         Raises StreamError.
         """
         consumer, rows = self.consumer(name), []
-        if len({*indices}) < len(indices) or not indices:
+        if len({*requests}) < len(requests) or not requests:
             raise StreamError("a row is repeated, or there is none: name each row once")
-        for index in indices:
-            group = self._rows.get(index)
-            if group is None or not consumer.has_leased(group):
+        for request in requests:
+            group, sibling = self.groups.get(request.group), request.sibling
+            if group is None or not consumer.has_leased(group) or not 0 <= sibling < len(group.samples):
                 raise StreamError(
-                    f"row {index} is not on lease to {name!r}: another client must get it first"
+                    f"row {request} is not on lease to {name!r}: another client must get it first"
                 )
-            rows.append((group, index - group.indices.start))
+            rows.append((group, sibling))
         return StreamLease(0, consumer, "", rows, self._blocks_of(rows, consumer), NO_TIMEOUT)
 
     def commit(self, lease_id: int, client: str, now_s: float) -> None:
@@ -321,8 +310,6 @@ class MetadataController:
             if group.queued & consumer.bit:
                 consumer.remove(group)
         del self.groups[group.group]
-        for index in group.indices:
-            del self._rows[index]
         for block, _ in group.blocks:
             block.num_groups -= 1
             self._free_if_unused(block)

@@ -348,9 +348,9 @@ class GroupReader:
         """Fill this consumer's own column of a group, sibling by sibling. Raises as `wait_for_room`."""
         wait_for_room(self._folder, lambda: self._client.fill([group], {self._consumer: rows}))
 
-    def read_rows(self, indices: Sequence[int]) -> list[StoredSample]:
-        """Samples by their `stream_index`, while another reader of this consumer has them on lease."""
-        return _to_samples(self._client.read_leased(self._consumer, indices))
+    def read_rows(self, requests: Iterable[RequestId]) -> list[StoredSample]:
+        """Samples by their `stream_row`, while another reader of this consumer has them on lease."""
+        return _to_samples(self._client.read_leased(self._consumer, requests))
 
     def commit(self, groups: Iterable[GroupId]) -> None:
         """Commit the groups of a finished step. A lost storage is ignored: the new one does not need it."""
@@ -399,7 +399,7 @@ def _to_samples(batch: StreamBatch) -> list[StoredSample]:
     columns = {field.name: batch.rows(field.name) for field in FIELDS}
     aux_columns = {name: batch.rows(name) for name in AUX_COLUMNS if name in batch}
     samples = []
-    for row, (index, version) in enumerate(zip(batch.indices, batch.versions, strict=True)):
+    for row, (request, version) in enumerate(zip(batch.requests, batch.versions, strict=True)):
         values = (columns[field.name][row] for field in FIELDS)
         prompt, tokens, logprobs, routes, digest, mask, branches, reward, advantage = values
         num_tokens = len(prompt) + len(tokens)
@@ -413,7 +413,7 @@ def _to_samples(batch: StreamBatch) -> list[StoredSample]:
                 advantage=None if math.isnan(advantage) else float(advantage),
                 routes=routes.reshape(num_tokens - 1, -1).copy() if len(routes) else None,
                 weight_digest=digest.tobytes().decode(),
-                stream_index=index,
+                stream_row=request,
                 loss_mask=None if mask.all() else mask.copy(),
                 branches=[Branch(*pair) for pair in branches.reshape(-1, 2).tolist()] or None,
                 **{name: rows[row].copy() for name, rows in aux_columns.items()},

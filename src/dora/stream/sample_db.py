@@ -131,8 +131,8 @@ class StoredSample(NamedTuple):
     """A scored trajectory as the trainer reads it; `advantage` is None where it needs the whole batch.
 
     `logprobs` has one entry per generated token (see `loss_mask` of Trajectory). `reference`, `proximal` and
-    `values` are columns of the auxiliary workers, one entry per response token. `stream_index` is the row's
-    index in the stream.
+    `values` are columns of the auxiliary workers, one entry per response token. `stream_row` names the
+    row if the sample is from the stream.
     """
 
     version: int
@@ -146,7 +146,7 @@ class StoredSample(NamedTuple):
     reference: NDArray[np.float32] | None = None
     proximal: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None
-    stream_index: int | None = None
+    stream_row: RequestId | None = None
     loss_mask: NDArray[np.uint8] | None = None
     branches: Sequence[Branch] | None = None
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dora.core.types import GroupId
+from dora.core.types import GroupId, RequestId
 from dora.errors import StreamError
 
 ALIGNMENT = 64  # bytes
@@ -53,7 +53,7 @@ class StreamBatch:
         fields: Mapping[str, Field],
         parts: Sequence[BatchPart],
     ) -> None:
-        """`rows` [n, 4]: index, epoch, dataset row, version."""
+        """`rows` [n, 4]: epoch, dataset row, sibling, version."""
         self.lease, self._rows = lease, rows
         self._columns: dict[str, list[tuple[Column, NDArray[np.int32]]]] = {}
         for part in parts:
@@ -68,14 +68,14 @@ class StreamBatch:
         return name in self._columns
 
     @property
-    def indices(self) -> list[int]:
-        """Global index of each row."""
-        return [int(index) for index in self._rows[:, 0]]
+    def requests(self) -> list[RequestId]:
+        """Request of each row."""
+        return [RequestId(*numbers) for numbers in self._rows[:, :3].tolist()]
 
     @property
     def groups(self) -> list[GroupId]:
         """Group of each row; the rows of a group follow each other, in sibling order."""
-        return [GroupId(*numbers) for numbers in self._rows[:, 1:3].tolist()]
+        return [GroupId(*numbers) for numbers in self._rows[:, :2].tolist()]
 
     @property
     def versions(self) -> list[int]:

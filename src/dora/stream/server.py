@@ -238,8 +238,8 @@ class StreamServer:
         self._gets.append(PendingGet(client, int(header["id"]), consumer, request, wait_s, deadline_s))
 
     def _handle_read_leased(self, client: ClientConnection, header: dict[str, Any], _: Frames) -> Reply:
-        lease = self._stream.metadata.leased_rows(header["consumer"], header["indices"])
-        return self._lease_reply(client, lease)
+        requests = transport.requests_from_json(header["requests"])
+        return self._lease_reply(client, self._stream.metadata.leased_rows(header["consumer"], requests))
 
     def _handle_commit(self, client: ClientConnection, header: dict[str, Any], _: Frames) -> Reply:
         self._stream.metadata.commit(int(header["lease"]), client.client_id, time.monotonic())

@@ -175,12 +175,9 @@ def storage_full_error(error: OSError, num_rows: int, num_bytes: int) -> Storage
 
 
 def encode_lease(lease: StreamLease) -> NDArray[np.int64]:
-    """The rows of a lease [n, 4]: index, epoch, dataset row, version."""
-    rows = [
-        (group.indices[sibling], *group.group, group.samples[sibling].version)
-        for group, sibling in lease.rows
-    ]
-    return np.array(rows, np.int64).reshape(-1, 4)
+    """The rows of a lease [n, 4]: epoch, dataset row, sibling, version."""
+    samples = (group.samples[sibling] for group, sibling in lease.rows)
+    return np.array([(*sample.request, sample.version) for sample in samples], np.int64)
 
 
 def encode_samples(samples: Sequence[SampleMeta]) -> NDArray[np.int64]:

@@ -24,7 +24,7 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from dora.core.types import GroupId
+from dora.core.types import GroupId, RequestId
 from dora.curve import HANDSHAKE_TIMEOUT_S, LINGER_S, MAX_POLL_S, CurveAddress, CurveConnection, CurveServer
 from dora.errors import RunError, StreamError
 from dora.stream.metadata import BatchRequest, BlockLocation
@@ -85,6 +85,10 @@ def request_from_json(value: Sequence[Any]) -> BatchRequest:
 
 def groups_from_json(groups: Sequence[Sequence[int]]) -> list[GroupId]:
     return [GroupId(int(epoch), int(row)) for epoch, row in groups]
+
+
+def requests_from_json(requests: Sequence[Sequence[int]]) -> list[RequestId]:
+    return [RequestId(int(epoch), int(row), int(sibling)) for epoch, row, sibling in requests]
 
 
 def location_from_json(value: Sequence[Any]) -> BlockLocation:

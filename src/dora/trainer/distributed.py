@@ -728,6 +728,6 @@ class _LazyWeights(Mapping[str, Tensor]):
 
 def _without_columns(sample: Sample) -> Sample:
     """The sample without the columns that another rank reads in the stream."""
-    if sample.stream_index is None:
+    if sample.stream_row is None:
         return sample
     return replace(sample, prompt_ids=(), token_ids=(), logprobs=(), routes=None, loss_mask=None)

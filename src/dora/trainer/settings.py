@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from dora.core.types import RequestId
 from dora.trainer.lora import LoraSettings
 from dora.trainer.loss import LossSettings
 from dora.trainer.recipe import (
@@ -88,7 +89,7 @@ class Sample:
 
     Other workers may have computed the log-probs of the policy before the step's first update
     (`proximal_logprobs`), those of the reference policy (`reference_logprobs`) and the critic's `values`.
-    `stream_index` is the row in the sample stream from which other ranks of the trainer read the columns.
+    `stream_row` is the row in the sample stream from which other ranks of the trainer read the columns.
     """
 
     prompt_ids: Sequence[int]
@@ -101,7 +102,7 @@ class Sample:
     proximal_logprobs: Sequence[float] | None = None
     reference_logprobs: Sequence[float] | None = None
     values: Sequence[float] | None = None
-    stream_index: int | None = None
+    stream_row: RequestId | None = None
     loss_mask: Sequence[int] | None = None
 
     @property

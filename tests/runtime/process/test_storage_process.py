@@ -123,9 +123,7 @@ def test_a_restarted_storage_gets_all_untrained_samples_and_no_group_is_scored_t
     bench.wait_for_restart()
     for group in (SCORED, TRAINED, late):
         after = reader.read_group(group)
-        assert [s._replace(stream_index=None) for s in after] == [
-            s._replace(stream_index=None) for s in before
-        ]
+        assert [s._replace(stream_row=None) for s in after] == [s._replace(stream_row=None) for s in before]
     (folder / "may return").touch()
     assert bench.wait_for_scores() == [GroupScored(SUBMITTED, (0.5, 0.5))]
     bench.manager.submit(late, b"[{}, {}]")

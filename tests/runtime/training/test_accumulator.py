@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from tests.runtime.tiny import MODEL
 
-from dora.core.types import Branch, GroupId
+from dora.core.types import Branch, GroupId, RequestId
 from dora.errors import RunError
 from dora.model.weights import initial_weights
 from dora.runtime.training.accumulator import Accumulator, to_sample, to_samples
@@ -282,7 +282,7 @@ def test_each_sequence_of_an_episode_with_branches_is_a_sample() -> None:
         logprobs=np.array([-5, -6, -7, -8, -9], np.float32),
         proximal=np.array([5, 6, 7, 8, 9], np.float32),
         branches=[Branch(4, 3), Branch(6, 1), Branch(7, 6)],
-        stream_index=3,
+        stream_row=RequestId(0, 3, 0),
     )
     samples = to_samples(branched, advantage=2.0)
     assert [(s.prompt_ids, s.token_ids, s.logprobs, s.proximal_logprobs) for s in samples] == [
@@ -291,7 +291,7 @@ def test_each_sequence_of_an_episode_with_branches_is_a_sample() -> None:
         ([1], [8], [-8], [8]),
         ([1, 2, 5, 3, 7], [9], [-9], [9]),
     ]
-    assert {(s.advantage, s.loss_mask, s.stream_index) for s in samples} == {(2.0, None, None)}
+    assert {(s.advantage, s.loss_mask, s.stream_row) for s in samples} == {(2.0, None, None)}
 
 
 def test_teachers_give_each_token_an_advantage(expected: torch.Tensor) -> None:

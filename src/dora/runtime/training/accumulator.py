@@ -185,7 +185,7 @@ def to_samples(
                 proximal_logprobs=column(whole.proximal_logprobs),
                 reference_logprobs=column(whole.reference_logprobs),
                 values=column(whole.values),
-                stream_index=None,
+                stream_row=None,
             )
         )
     return samples
@@ -210,6 +210,6 @@ def to_sample(
         column(stored.proximal),
         column(stored.reference),
         column(stored.values),
-        stored.stream_index,
+        stored.stream_row,
         column(stored.loss_mask),
     )

@@ -236,9 +236,9 @@ def _join_ranks(spec: TrainerSpec) -> RankGroup:
 
 def _read_columns(reader: GroupReader, samples: Sequence[Sample]) -> list[Sample]:
     """Add the columns that rank 0 did not send, from the stream's rows that rank 0 has leased."""
-    indices = [s.stream_index for s in samples if s.stream_index is not None]
-    stored = iter(reader.read_rows(indices) if indices else [])
-    return [s if s.stream_index is None else _with_columns(s, next(stored)) for s in samples]
+    requests = [s.stream_row for s in samples if s.stream_row is not None]
+    stored = iter(reader.read_rows(requests) if requests else [])
+    return [s if s.stream_row is None else _with_columns(s, next(stored)) for s in samples]
 
 
 def _with_columns(sample: Sample, stored: StoredSample) -> Sample:
