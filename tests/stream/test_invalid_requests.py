@@ -41,8 +41,7 @@ def remote_address(server: StreamServer) -> CurveAddress:
     return server.remote
 
 
-def connect_frame(client_id: str = "f" * 16) -> bytes:
-    return json.dumps({"method": "connect", "id": 1, "client_id": client_id}).encode()
+CONNECT = json.dumps({"method": "connect", "id": 1}).encode()
 
 
 @pytest.mark.parametrize("wait_s", [1e9, 1e300, math.inf])
@@ -81,8 +80,8 @@ def test_the_size_of_a_remote_message_is_that_of_all_frames(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transport, "MAX_MESSAGE_BYTES", 1000)
-    assert "exceeds the limit of 1000" in send_remote(connect_frame(), *[bytes(800)] * 2)["error"]
-    assert "error" not in send_remote(connect_frame(), bytes(800))
+    assert "exceeds the limit of 1000" in send_remote(CONNECT, *[bytes(800)] * 2)["error"]
+    assert "error" not in send_remote(CONNECT, bytes(800))
 
 
 @pytest.mark.parametrize("attempt", STRANGERS)
@@ -112,15 +111,6 @@ def test_a_remote_client_detects_the_exit_of_the_server_at_once(folder: Path) ->
         with pytest.raises(RunError, match="is lost: has the process of the stream exited"):
             client.status()
     client.close()
-
-
-def test_a_client_id_cannot_be_used_twice(
-    server: StreamServer, producer: StreamClient, send_remote: Callable[..., dict[str, Any]]
-) -> None:
-    for client_id in (producer.client_id, server._stream._writer.owner):
-        assert "is in use" in send_remote(connect_frame(client_id))["error"]
-    put(producer, 3)
-    assert numbers(get(producer)) == [3]
 
 
 @pytest.mark.parametrize("error", [ValueError, MemoryError])

@@ -7,7 +7,6 @@ gets the columns with the replies. A client is not thread-safe: every process an
 from __future__ import annotations
 
 import contextlib
-import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -37,20 +36,21 @@ class StreamClient:
         folder makes the path of the socket shorter; the process may change to another folder later.
         """
         self._stream, self._timeout_s = stream, timeout_s
-        self.client_id = secrets.token_hex(8)  # also the owner of its segments
         self._transport: UnixTransport | RemoteTransport
         if isinstance(stream, CurveAddress):
             self._transport = RemoteTransport(stream, timeout_s)
         else:
             self._transport = UnixTransport(transport.socket_path(stream), timeout_s)
-            segments = stream.resolve()
-            self._writer, self._reader = SegmentWriter(segments, self.client_id), SegmentReader(segments)
         self._num_requests, self._is_closed = 0, False
         try:
-            reply, _ = self._call("connect", {"client_id": self.client_id})
+            reply, _ = self._call("connect", {})
         except (RunError, StreamError):
             self._transport.close()
             raise
+        self.client_id = str(reply["client_id"])  # also the owner of its segments
+        if not isinstance(stream, CurveAddress):
+            segments = stream.resolve()
+            self._writer, self._reader = SegmentWriter(segments, self.client_id), SegmentReader(segments)
         self.fields = {field.name: field for field in (Field(*values) for values in reply["fields"])}
 
     def put(self, samples: Sequence[SampleMeta], columns: ColumnData) -> None:

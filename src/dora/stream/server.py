@@ -28,6 +28,7 @@ from dora.stream.storage import (
     decode_samples,
     encode_lease,
     is_segment_name,
+    new_owner,
     segment_size,
 )
 from dora.stream.transport import ClientConnection, Frames, Reply, ServerEndpoint
@@ -200,16 +201,11 @@ class StreamServer:
         self._gets = [get for get in self._gets if get.client is not client]
         self._endpoint.disconnect(client)
 
-    def _handle_connect(self, client: ClientConnection, header: dict[str, Any], _: Frames) -> Reply:
-        """Register the client's id."""
-        stream, client_id = self._stream, str(header["client_id"])
-        if not is_segment_name(f"{client_id}-0"):
-            raise StreamError(f"client_id = {client_id!r:.40}: must be 16 hexadecimal digits")
-        if client.client_id or self._endpoint.find(client_id) or stream.has_owner(client_id):
-            raise StreamError(f"client_id {client_id} is in use: draw one random id for each client")
-        client.client_id = client_id
+    def _handle_connect(self, client: ClientConnection, _: dict[str, Any], __: Frames) -> Reply:
+        """Draw the client's id."""
+        client.client_id = client.client_id or new_owner()
         self._endpoint.register(client)
-        return {"fields": [*stream.fields.values()]}, ()
+        return {"client_id": client.client_id, "fields": [*self._stream.fields.values()]}, ()
 
     def _handle_disconnect(self, client: ClientConnection, _: dict[str, Any], __: Frames) -> None:
         """The client closes its connection; there is no reply."""

@@ -45,7 +45,7 @@ class SampleStream:
         self.fields = {field.name: field for field in fields}
         self.folder, self.segments = folder, folder.resolve()
         self.metadata = MetadataController(self.fields, consumers)
-        self._writer = SegmentWriter(self.segments, secrets.token_hex(8))
+        self._writer = SegmentWriter(self.segments, new_owner())
         self._reader = SegmentReader(self.segments)
         self._num_blocks: Counter[str] = Counter()  # by segment of other owners
         self._removed_owners: set[str] = set()
@@ -104,10 +104,6 @@ class SampleStream:
         self._reusable.pop(owner, None)
         for path in self.segments.glob(f"{owner}-*"):
             self._remove_if_empty(path.name)
-
-    def has_owner(self, owner: str) -> bool:
-        """Whether the id is the stream's own, or that of a former client."""
-        return owner == self._writer.owner or owner in self._removed_owners
 
     def close(self) -> None:
         """Remove all segments, also those of clients."""
@@ -293,6 +289,11 @@ def _create_segment(path: Path, num_bytes: int) -> mmap.mmap:
         raise
     finally:
         os.close(fd)
+
+
+def new_owner() -> str:
+    """A new id of a writer of segments."""
+    return secrets.token_hex(8)
 
 
 def segment_owner(segment: str) -> str:

@@ -283,7 +283,7 @@ class ClientConnection:
 
     unix: UnixConnection | None = None
     remote: bytes | None = None
-    client_id: str = ""  # chosen by the client; holder of its leases and owner of its segments
+    client_id: str = ""  # drawn by the server; holder of its leases and owner of its segments
     pidfd: int = -1
 
 
