@@ -136,13 +136,13 @@ def test_a_put_or_fill_into_a_full_file_system_is_refused_and_may_be_repeated(
     with monkeypatch.context() as disk:
         disk.setattr(storage, "_create_segment", full)
         with pytest.raises(
-            StorageFullError, match="No space left on device; the stream has 0 rows of 0 bytes"
+            StorageFullError, match="No space left on device; the stream has 0 rows, 0 bytes in all"
         ):
             put(producer, 3)
     put(producer, 3)
     with monkeypatch.context() as disk:
         disk.setattr(storage, "_create_segment", full)
-        with pytest.raises(StorageFullError, match="the stream has 2 rows of"):
+        with pytest.raises(StorageFullError, match="the stream has 2 rows, "):
             producer.fill([group(3)], large)
     producer.fill([group(3)], large)
 

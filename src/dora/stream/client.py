@@ -1,7 +1,8 @@
 """Client of a stream in another process.
 
-On the server's host, blocks are written and read in shared memory. A client on another host only reads: it
-gets the columns with the replies. A client is not thread-safe: every process and thread makes its own.
+On the server's host, blocks are written and read in shared memory. A client on another host does not put or
+fill; it gets the columns with the replies. A client is not thread-safe: every process and thread makes its
+own.
 """
 
 from __future__ import annotations

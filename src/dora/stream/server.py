@@ -56,7 +56,7 @@ class StreamServer:
     def __init__(self, stream: SampleStream, host: str | None = None) -> None:
         """Listens at once, for other machines at `host`; `run` replies. Raises OSError or zmq.ZMQError.
 
-        `remote` is the address for clients on other machines, which can read only.
+        `remote` is the address for clients on other machines, which cannot put or fill.
         """
         self._stream = stream
         self._endpoint = ServerEndpoint(stream.folder, host)

@@ -166,8 +166,8 @@ def _check_declarations(fields: Sequence[Field], consumers: Sequence[ConsumerDec
 
 
 def storage_full_error(error: OSError, num_rows: int, num_bytes: int) -> StorageFullError:
-    """Tells whether the stream fills the file system, or other files do."""
-    return StorageFullError(f"{error}; the stream has {num_rows} rows of {num_bytes} bytes")
+    """The error says how much is the stream's: other files may fill the file system."""
+    return StorageFullError(f"{error}; the stream has {num_rows} rows, {num_bytes} bytes in all")
 
 
 def encode_lease(lease: StreamLease) -> NDArray[np.int64]:
