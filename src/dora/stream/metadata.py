@@ -153,7 +153,7 @@ class MetadataController:
     def add(self, groups: Sequence[StreamGroup], block: Block) -> None:
         """Add groups, which `check_new` has returned, with their first columns."""
         self.groups.update((group.group, group) for group in groups)
-        self._add_block(groups, block)
+        self.fill(groups, block)
 
     def check_fill(self, groups: Iterable[GroupId], names: Sequence[str], num_rows: int) -> list[StreamGroup]:
         """The groups, each once, although `StreamBatch.groups` names one for each row.
@@ -172,8 +172,19 @@ class MetadataController:
         return found
 
     def fill(self, groups: Iterable[StreamGroup], block: Block) -> None:
-        """Add columns to groups, which `check_fill` has returned."""
-        self._add_block(groups, block)
+        """Add columns to groups, which `check_fill` has returned, and queue the groups for consumers."""
+        block.field_mask = self.field_mask(block.names)
+        self.num_bytes += block.location.num_bytes
+        consumers = [consumer for consumer in self.consumers.values() if consumer.needs & block.field_mask]
+        first = 0
+        for group in groups:
+            group.blocks.append((block, first))
+            first += len(group.samples)
+            block.num_groups += 1
+            group.produced |= block.field_mask
+            for consumer in consumers:
+                if consumer.can_read(group):
+                    consumer.push(group)
 
     def lease(self, name: str, client: str, request: BatchRequest, now_s: float) -> StreamLease | None:
         """Lease the requested groups; None while they are not ready. Raises StreamError."""
@@ -289,21 +300,6 @@ class MetadataController:
                 if block.field_mask & consumer.needs:
                     blocks.setdefault(block, []).append((number, first + sibling))
         return blocks
-
-    def _add_block(self, groups: Iterable[StreamGroup], block: Block) -> None:
-        """Add a block, which has the rows of these groups, and queue the groups for consumers."""
-        block.field_mask = self.field_mask(block.names)
-        self.num_bytes += block.location.num_bytes
-        consumers = [consumer for consumer in self.consumers.values() if consumer.needs & block.field_mask]
-        first = 0
-        for group in groups:
-            group.blocks.append((block, first))
-            first += len(group.samples)
-            block.num_groups += 1
-            group.produced |= block.field_mask
-            for consumer in consumers:
-                if consumer.can_read(group):
-                    consumer.push(group)
 
     def _remove(self, group: StreamGroup) -> None:
         for consumer in self.consumers.values():

@@ -43,7 +43,8 @@ class SampleStream:
         fields, consumers = [*fields], [*consumers]
         _check_declarations(fields, consumers)
         self.fields = {field.name: field for field in fields}
-        self.folder, self.segments = folder, folder.resolve()
+        self.folder = folder  # as given, because the path of its socket must be short
+        self.segments = folder.resolve()  # the same, also after the process changes to another folder
         self.metadata = MetadataController(self.fields, consumers)
         self._writer = SegmentWriter(self.segments, new_owner())
         self._reader = SegmentReader(self.segments)
@@ -147,6 +148,7 @@ class SampleStream:
 
 
 def _check_declarations(fields: Sequence[Field], consumers: Sequence[ConsumerDeclaration]) -> None:
+    """Raises StreamError for repeated names, fields without numbers, and consumers that could not lease."""
     for names in ([field.name for field in fields], [consumer.name for consumer in consumers]):
         if repeated := [name for name, count in Counter(names).items() if count > 1]:
             raise StreamError(f"{repeated[0]!r} is declared twice: use another name")
