@@ -71,6 +71,9 @@ def test_an_unclipped_loss_on_stale_samples_is_refused_with_reason_and_remedy(fi
             [*RECOMPUTED, "trainer.aux_workers=['proximal']", "engine.dtype=bfloat16"],
             "trainer.aux_workers = proximal with engine.dtype = bfloat16 and trainer.dtype = float32",
         ),
+        (["trainer.betas=[0.9, 1.0]"], "input should be less than 1"),
+        (["trainer.betas=[0.9]"], "trainer.betas = [0.9]: list should have at least 2 items"),
+        (["trainer.betas=[0.9, 0.99, 0.999]"], "list should have at most 2 items"),
         (["trainer.aux_workers=['actor']"], "input should be 'reference', 'proximal' or 'critic'"),
         (
             ["trainer.mini_batch_tokens=63"],

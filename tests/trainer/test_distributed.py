@@ -43,7 +43,12 @@ from dora.trainer.trainer import Sample, Trainer, TrainerSettings
 TIMEOUT_S = 30.0
 PLAIN = replace(SETTINGS, micro_batch_tokens=30)  # several micro-batches
 EVERY_TERM = replace(
-    PLAIN, kl_loss_coef=0.1, entropy_coeff=0.01, activation_checkpointing=True, max_grad_norm=0.1
+    PLAIN,
+    kl_loss_coef=0.1,
+    entropy_coeff=0.01,
+    activation_checkpointing=True,
+    max_grad_norm=0.1,
+    betas=(0.8, 0.95),
 )
 GROUP_SIZE = 3
 
@@ -278,7 +283,7 @@ def test_the_shards_of_a_checkpoint_are_read_by_any_number_of_ranks(
 
 def test_two_ranks_train_the_adapters_of_one(group: RankGroup) -> None:
     lora = LoraSettings(rank=2, alpha=6.0, targets=("q_proj", "o_proj", "down_proj"))
-    settings = replace(PLAIN, lora=lora, mini_batch_tokens=50, lr=1e-2)
+    settings = replace(PLAIN, lora=lora, mini_batch_tokens=50, lr=1e-2, betas=(0.8, 0.95))
     two, one = make_trainers(group, settings)
     for _ in range(2):
         got, expected = two.step(samples()), one.step(samples())

@@ -11,6 +11,7 @@ from tests.trainer.batches import SETTINGS, TINY, gradient, initial, samples
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from dora.model.weights import WeightLayout
+from dora.trainer.lora import LoraSettings
 from dora.trainer.optimizer import FlatAdamW, Moments
 from dora.trainer.recipe import EarlierSchedule, LearningRateSchedule, LrDecay
 from dora.trainer.trainer import Trainer
@@ -67,6 +68,23 @@ def test_offloaded_moments_give_the_same_bits() -> None:
     for name in ("exp_avg", "exp_avg_sq"):
         pairs = zip(getattr(kept, name), getattr(offloaded, name), strict=True)
         assert all(torch.equal(own, other) for own, other in pairs)
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(2, 6.0, ("q_proj",))], ids=["full", "lora"])
+def test_the_betas_are_those_of_torchs_adamw(lora: LoraSettings | None) -> None:
+    """Moments after two equal gradients of size g: m = (1 - beta1 ** 2) g, and v the same with g ** 2."""
+    settings = replace(SETTINGS, lora=lora, lr=0.0, betas=(0.8, 0.95))
+    trainer = Trainer(TINY, initial(), settings)
+    moments = []
+    for _ in range(2):
+        trainer.step(samples())
+        state = trainer.state_dict()["optimizer"]["state"][0]
+        moments.append((state["exp_avg"].clone(), state["exp_avg_sq"].clone()))
+    (first, first_sq), (second, second_sq) = moments
+    assert first.any()
+    torch.testing.assert_close(second, first * (1 - 0.8**2) / (1 - 0.8))
+    torch.testing.assert_close(second_sq, first_sq * (1 - 0.95**2) / (1 - 0.95))
+    torch.testing.assert_close(first_sq, (first / (1 - 0.8)).square() * (1 - 0.95))
 
 
 def test_a_large_gradient_is_clipped_as_in_torch() -> None:

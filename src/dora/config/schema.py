@@ -59,6 +59,7 @@ AuxWorker = Literal["reference", "proximal", "critic"]
 # A single string needs no list.
 _AS_LIST = BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
 LoraTargets = Annotated[list[str], Field(min_length=1), _AS_LIST]
+Betas = Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
 Trackers = Annotated[list[Literal["tensorboard", "wandb", "trackio", "otel"]], _AS_LIST]
 
 DEFAULT_STALENESS: dict[str, int] = {
@@ -421,6 +422,8 @@ class TrainerSection(Section):
     """Learning rate after the warm-up. linear, cosine: falls to 0 at the last step; constant: stays."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay (per step and lr)."""
+    betas: Betas = [0.9, 0.999]
+    """AdamW's beta1 and beta2, of the policy: the decay of its two moments (no unit)."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradient norm above which gradients are clipped (no unit)."""
     device: Device = "cpu"

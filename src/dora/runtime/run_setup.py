@@ -813,6 +813,7 @@ class RunSetup:
             lr_decay=config.trainer.lr_decay,
             earlier_schedules=self.earlier_schedules,
             weight_decay=config.trainer.weight_decay,
+            betas=(config.trainer.betas[0], config.trainer.betas[1]),
             max_grad_norm=config.trainer.max_grad_norm,
             clip_ratio_low=config.algorithm.clip_ratio_low,
             clip_ratio_high=config.algorithm.clip_ratio_high,

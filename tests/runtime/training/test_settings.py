@@ -21,6 +21,7 @@ CHANGES = [
     "trainer.activation_checkpointing=true",
     "trainer.logits_chunk_tokens=17",
     "trainer.micro_batch_tokens=999",
+    "trainer.betas=[0.8, 0.95]",
 ]
 
 
@@ -38,6 +39,7 @@ def test_the_keys_reach_the_trainer(setups: tuple[RunSetup, RunSetup], tmp_path:
     assert default.logits_chunk_tokens == 256
     assert (changed.dtype, changed.activation_checkpointing) == ("bfloat16", True)
     assert (changed.logits_chunk_tokens, changed.micro_batch_tokens) == (17, 999)
+    assert (default.betas, changed.betas) == ((0.9, 0.999), (0.8, 0.95))
 
 
 def test_the_memory_of_a_micro_batch_is_counted_on_the_trainers_device(
