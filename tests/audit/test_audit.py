@@ -251,6 +251,11 @@ SAMPLE_EDITS = [
     (f"update samples set weight_digest = 'sim-ffffffff' {ONE}", "C1", "is stored as sampled from"),
     (f"update samples set reward = null {ONE}", "C2", "its sample stores None"),
     (f"update samples set reward = 0.5 {ONE}", "C2", "its sample stores 0.5"),
+    (
+        f"update samples set finish_reason = 'length' {ONE}",
+        FILES,
+        "with the finish reason 'length', the journal",
+    ),
     (f"update samples set trained_step = 4 {ONE}", "C2", "was trained in step 4"),
     (f"update samples set state = 'scored' {ONE}", "C2", "was trained in step 4"),
     (

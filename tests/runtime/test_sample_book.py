@@ -50,6 +50,7 @@ def test_observations_count_towards_the_length_of_the_overlong_penalty(
         assert [*book.events_from(0, RequestsCompleted([completion], NO_USAGE))]
     book.record_scores(GroupScored(GROUP, (1.0, 1.0)))
     samples.commit()
+    assert query(tmp_path, "select finish_reason from samples") == [("stop",), ("stop",)]
     advantages = query(tmp_path, "select advantage from samples order by sibling")
     assert advantages == [(pytest.approx(0.25),), (pytest.approx(-0.25),)]
 

@@ -20,6 +20,7 @@ from dora.stream.sample_db import SampleStore, StoredSample, Trajectory
 from dora.stream.storage import SegmentWriter
 
 GROUPS = [GroupId(1, row) for row in range(4)]
+REASONS = ("length", None)
 ROUTES = np.arange(4 * 6, dtype=np.int16).reshape(4, 6)
 
 
@@ -37,7 +38,8 @@ class StreamedRun:
             tokens = [9] * (2 + sibling)
             routes = ROUTES if sibling == 0 else None
             request = RequestId(*group, sibling)
-            self.store.put(Trajectory(request, 5, "digest", [1, 2, 3], tokens, [-0.5] * len(tokens), routes))
+            found = Trajectory(request, 5, "digest", [1, 2, 3], tokens, [-0.5] * len(tokens), routes)
+            self.store.put(found._replace(finish_reason=REASONS[sibling]))
 
     def score(self, group: GroupId, advantages: Sequence[float | None] = (0.5, -0.5)) -> None:
         self.store.score(group, (1.0, 0.25), advantages)
@@ -93,6 +95,7 @@ def test_a_group_reaches_the_trainer_unchanged(run: StreamedRun) -> None:
     assert first.routes is not None
     np.testing.assert_array_equal(first.routes, ROUTES)
     assert second.routes is None
+    assert [(s.finish_reason, s.is_truncated) for s in (first, second)] == [("length", True), (None, False)]
     assert numbers([first, second]) == [(2, 1.0, 0.5), (3, 0.25, None)]
     assert numbers(run.reader.read_group(GROUPS[0])) == numbers([first, second])  # a repeated step
 

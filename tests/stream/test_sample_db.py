@@ -98,6 +98,21 @@ def test_routes_have_one_row_for_each_token_but_the_last(store: SampleStore) -> 
     np.testing.assert_array_equal(samples[1].routes, routes.reshape(4, 6))
 
 
+def test_a_store_of_an_earlier_version_gets_the_column_of_finish_reasons(tmp_path: Path) -> None:
+    path = tmp_path / "samples.sqlite"
+    earlier = SampleStore(path)
+    earlier.put(trajectory(0))
+    earlier.close()
+    connection = sqlite3.connect(path)
+    connection.execute("alter table samples drop column finish_reason")
+    connection.close()
+    store = SampleStore(path)
+    store.put(trajectory(1)._replace(finish_reason="length"))
+    store.commit()
+    assert [sample.finish_reason for sample in Subscriber(store).trajectories] == [None, "length"]
+    store.close()
+
+
 def test_another_process_reads_only_what_is_committed(store: SampleStore, tmp_path: Path) -> None:
     def read_in_another_process() -> list[Any]:
         command = [sys.executable, "-c", READ, str(tmp_path)]

@@ -44,17 +44,20 @@ class AuditedSample(NamedTuple):
     reward: float | None
     advantage: float | None
     task_rewards: str | None  # JSON
+    finish_reason: str | None  # None: stored by an earlier version of DORA-RL
     payload_digest: str
 
 
 def read_stored_samples(run: Path) -> Iterator[AuditedSample]:
     """All rows of the sample store, group by group. Raises InputError."""
     with open_sample_store(run) as store:
+        names = {row[1] for row in store.execute("pragma table_info(samples)")}
+        finish_reason = "finish_reason" if "finish_reason" in names else "null"
         rows = store.execute(
-            f"select group_id, sibling, reward, advantage, task_rewards, {', '.join(PAYLOAD)} from samples "
-            "order by group_id, sibling"
+            f"select group_id, sibling, reward, advantage, task_rewards, {finish_reason}, "
+            f"{', '.join(PAYLOAD)} from samples order by group_id, sibling"
         )
-        for group, sibling, reward, advantage, task_rewards, *values in rows:
+        for group, sibling, reward, advantage, task_rewards, reason, *values in rows:
             columns = dict(zip(PAYLOAD, values, strict=True))
             yield AuditedSample(
                 group,
@@ -67,6 +70,7 @@ def read_stored_samples(run: Path) -> Iterator[AuditedSample]:
                 reward,
                 advantage,
                 task_rewards,
+                reason,
                 payload_digest(values),
             )
 
@@ -139,6 +143,12 @@ class SampleAudit:
             event.finish_reason in FINISH_REASONS,
             f"{name} finished with the reason {event.finish_reason!r}, expected one of {FINISH_REASONS}",
         )
+        if row.finish_reason is not None:
+            self._check(
+                row.finish_reason == event.finish_reason,
+                f"{name} is stored with the finish reason {row.finish_reason!r}, "
+                f"the journal has {event.finish_reason!r}",
+            )
         self._check_tokens(name, row)
         self._check_branches(name, row)
 

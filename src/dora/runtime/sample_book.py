@@ -128,6 +128,7 @@ class SampleBook:
                 self.episode_rewards.get(completion.id),
                 segments,
                 completion.branches or None,
+                completion.finish_reason,
             )
         )
         if group in self._discarded:

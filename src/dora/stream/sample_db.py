@@ -27,7 +27,7 @@ create table if not exists samples (
     version integer not null, weight_digest text not null,
     prompt_ids blob not null, token_ids blob not null, logprobs blob not null,
     routes blob, loss_mask blob, segments text, branches text, reward real, advantage real, task_rewards blob,
-    state text not null, trained_step integer,
+    state text not null, trained_step integer, finish_reason text,
     primary key (group_id, sibling)) without rowid
 """
 
@@ -117,6 +117,7 @@ class Trajectory(NamedTuple):
     reward: float | None = None
     segments: Sequence[tuple[int, int]] | None = None
     branches: Sequence[Branch] | None = None
+    finish_reason: str | None = None  # see `Completion`; None: stored by an earlier version of DORA-RL
 
 
 def answer_source(chunks: Sequence[Chunk]) -> tuple[int, str, list[tuple[int, int]] | None]:
@@ -149,6 +150,12 @@ class StoredSample(NamedTuple):
     stream_row: RequestId | None = None
     loss_mask: NDArray[np.uint8] | None = None
     branches: Sequence[Branch] | None = None
+    finish_reason: str | None = None
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the response ended because it had its maximum length."""
+        return self.finish_reason == "length"
 
     @property
     def sequences(self) -> list[TokenSequence]:
@@ -194,6 +201,8 @@ class SampleStore:
         self._db.execute("pragma journal_mode = wal")
         self._db.execute(f"pragma synchronous = {'full' if fsync else 'off'}")
         self._db.execute(_SCHEMA)
+        if "finish_reason" not in {row[1] for row in self._db.execute("pragma table_info(samples)")}:
+            self._db.execute("alter table samples add column finish_reason text")
         self._in_transaction = False
         self._has_payload = False  # written in this transaction; the next event may name it
         self._subscriber: SampleSubscriber | None = None
@@ -253,9 +262,9 @@ class SampleStore:
         )
         self._has_payload = True
         self._write(
-            f"insert into samples (group_id, sibling, {', '.join(PAYLOAD)}, reward, state) "
-            "values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'finished')",
-            (str(t.request.group), t.request.sibling, *payload, t.reward),
+            f"insert into samples (group_id, sibling, {', '.join(PAYLOAD)}, reward, finish_reason, state) "
+            "values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'finished')",
+            (str(t.request.group), t.request.sibling, *payload, t.reward, t.finish_reason),
         )
         if self._subscriber is not None:
             self._subscriber.put(t)
@@ -378,11 +387,12 @@ class SampleStore:
         """Trajectories with reward and advantage, if known."""
         rows = self._db.execute(
             "select group_id, sibling, version, weight_digest, prompt_ids, token_ids, logprobs, routes, "
-            "loss_mask, branches, iif(state = 'finished', null, reward), advantage from samples "
-            f"where {condition} order by group_id, sibling",
+            "loss_mask, branches, finish_reason, iif(state = 'finished', null, reward), advantage "
+            f"from samples where {condition} order by group_id, sibling",
             values,
         )
-        for name, sibling, version, digest, prompt, answer, logprobs, routes, mask, branches, *scores in rows:
+        for name, sibling, version, digest, prompt, answer, logprobs, routes, mask, *others in rows:
+            branches, finish_reason, *scores = others
             prompt_ids, token_ids = _ids(prompt), _ids(answer)
             routes_by_token = None
             if routes is not None:
@@ -400,6 +410,7 @@ class SampleStore:
                     routes_by_token,
                     loss_mask,
                     branches=read_branches(branches),
+                    finish_reason=finish_reason,
                 ),
                 *scores,
             )
