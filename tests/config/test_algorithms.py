@@ -90,6 +90,10 @@ def test_an_unclipped_loss_on_stale_samples_is_refused_with_reason_and_remedy(fi
         (["algorithm.policy_loss=online_dpo"], "set loss_agg_mode = seq-mean-token-sum or choose another"),
         ([*PAIRS, "correction.token=icepop"], "a correction would do nothing"),
         (
+            [*PAIRS, "algorithm.mask_truncated_responses=true"],
+            "without one of its responses a pair has no loss",
+        ),
+        (
             [*PAIRS, "trainer.micro_batch_tokens=639"],
             "a micro-batch must fit a pair of responses, 2 * 320 = 640 tokens",
         ),

@@ -150,6 +150,33 @@ def test_a_critic_resumes_with_its_policy(resumable: ResumableRun, tmp_path: Pat
     assert query(resumable.out, "select count(*) from samples where advantage is not null") == [(0,)]
 
 
+def test_truncated_responses_have_no_loss_before_and_after_a_resume(
+    resumable: ResumableRun, tmp_path: Path
+) -> None:
+    """The resumed run reads finish reasons from the sample store. Redone steps give the same bits."""
+    resumable.task, fifo = write_held_task(tmp_path, num_scored=3 * BATCH_SIZE * 2)
+    run = resumable.start(algorithm__mask_truncated_responses="true", algorithm__entropy_coeff=0.01)
+    run.wait_for_steps(3)
+    resumable.kill_after(run, 0)
+    fifo.unlink()
+    resumed = resumable.resume()
+    resumed.succeed()
+    check_redone(resumable.out)
+    resumed.check_records()
+    columns = "trained_step, finish_reason, length(token_ids) / 4"
+    trained = query(resumable.out, f"select {columns} from samples where state = 'trained'")
+    assert {reason for _, reason, _ in trained} == {"length", "stop"}
+    for step in metrics(resumable.out):
+        responses = [(reason, num) for number, reason, num in trained if number == step["step"]]
+        in_loss = [num for reason, num in responses if reason == "stop"]
+        assert step["actor/frac_masked_responses"] == 1 - len(in_loss) / len(responses)
+        assert step["actor/num_tokens"] == sum(in_loss)
+    query(resumable.out, "update samples set finish_reason = null where trained_step = 0 and sibling = 0")
+    audited = dora("audit", resumable.out)
+    assert audited.code == 1
+    assert "is stored with the finish reason None, the journal has" in audited.out
+
+
 def test_a_dry_run_prints_when_gradients_are_computed(task: Path) -> None:
     assert (
         "gradients             accumulated while the batch fills up" in dora("train", task, "--dry-run").out

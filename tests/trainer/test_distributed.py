@@ -307,6 +307,12 @@ def test_two_ranks_train_the_adapters_of_one(group: RankGroup) -> None:
     assert relative_gap(one.flat, expected_flat) < 1e-6
 
 
+def test_a_batch_without_samples_changes_no_rank(group: RankGroup) -> None:
+    two, one = make_trainers(group, EVERY_TERM, reference=1.1 * initial())
+    assert two.step([]) == one.step([])
+    assert torch.equal(two.flat, initial())
+
+
 def test_a_gradient_that_is_not_finite_changes_no_rank(group: RankGroup) -> None:
     two, one = make_trainers(group, PLAIN)
     with pytest.raises(RunError, match="grad_norm"):

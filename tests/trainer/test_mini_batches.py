@@ -78,6 +78,13 @@ def test_every_token_of_every_update_has_weight_one_over_the_budget() -> None:
     assert metrics["actor/num_updates"] == 3
 
 
+def test_a_batch_without_samples_is_one_update_without_gradient() -> None:
+    flat = initial()
+    metrics = Trainer(TINY, flat, SEVERAL_UPDATES).step([])
+    assert (metrics["actor/num_updates"], metrics["actor/grad_norm"]) == (1, 0)
+    assert torch.equal(flat, initial())
+
+
 def test_the_learning_rate_depends_on_steps_and_not_on_updates() -> None:
     trainer = Trainer(TINY, initial(), replace(SEVERAL_UPDATES, warmup_steps=3))
     assert [trainer.step(BATCH)["actor/lr"] for _ in range(3)] == pytest.approx([2.5e-3, 5e-3, 7.5e-3])

@@ -143,7 +143,8 @@ class SampleAudit:
             event.finish_reason in FINISH_REASONS,
             f"{name} finished with the reason {event.finish_reason!r}, expected one of {FINISH_REASONS}",
         )
-        if row.finish_reason is not None:
+        masks_truncated = self._config is not None and self._config.algorithm.mask_truncated_responses
+        if masks_truncated or row.finish_reason is not None:
             self._check(
                 row.finish_reason == event.finish_reason,
                 f"{name} is stored with the finish reason {row.finish_reason!r}, "

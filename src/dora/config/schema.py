@@ -297,6 +297,10 @@ class AlgorithmSection(Section):
     """
     overlong_penalty: float = Field(default=1.0, gt=0)
     """Reward that a response of max_response_length loses (reward)."""
+    mask_truncated_responses: bool = False
+    """Leave responses that end at their maximum length out of the loss (DAPO's overlong filtering). Rewards,
+    baseline and advantages of their group count them.
+    """
     policy_loss: Annotated[str, _name_or_function(get_args(PolicyLoss))] = "ppo_clip"
     """Policy loss. ppo_clip: PPO's clipped loss; dual_clip: the same, bounded for negative advantages;
     triplet_clip: LongCat's, for which loss_agg_mode is seq-mean-token-sum-norm; gspo: one ratio per response;

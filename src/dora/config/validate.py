@@ -202,6 +202,11 @@ def _check_groups(config: Config) -> None:
             "algorithm.filter_groups = true with algorithm.adv_estimator = gae: groups with equal rewards "
             "have a signal too, since gae compares rewards with values of the critic; remove filter_groups"
         )
+    if config.algorithm.mask_truncated_responses and _compares_pairs(config):
+        raise ConfigError(
+            "algorithm.mask_truncated_responses = true with algorithm.policy_loss = online_dpo: without one "
+            "of its responses a pair has no loss; remove mask_truncated_responses or choose another loss"
+        )
 
 
 def _check_filters(config: Config) -> None:

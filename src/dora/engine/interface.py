@@ -203,7 +203,10 @@ class TrainingEngine(Protocol):
         """Output tokens of the next step's batch that went through the model."""
 
     def add_samples(self, samples: Sequence[Sample], is_whole_batch: bool = False) -> None:
-        """Add whole groups to the next step's batch; `is_whole_batch`: these samples are all of it."""
+        """Add whole groups to the next step's batch; `is_whole_batch`: these samples are all of it.
+
+        A batch without any sample, whose responses are all masked, is a step without gradient.
+        """
 
     def accumulate(self) -> None:
         """Compute a part of the next step's gradient before the batch is complete."""

@@ -847,6 +847,7 @@ class RunSetup:
             settings=settings,
             advantage_settings=self.config.advantage_settings,
             streams_gradients=config.streams_gradients,
+            masks_truncated=config.algorithm.mask_truncated_responses,
             max_staleness=config.orchestrator.max_staleness,
             exact_engine=self.engine_spec(weights, engine=0) if config.engine.exact_logprobs else None,
             checkpoint=checkpoint,

@@ -69,6 +69,12 @@ class TrainingContract:
         assert torch.equal(trainer.flat.cpu(), version_weights(0))
         assert trainer.num_steps_done == 1
 
+    def test_a_batch_without_samples_changes_nothing(self, trainer: TrainingEngine) -> None:
+        metrics = step(trainer, [])
+        assert torch.equal(trainer.flat.cpu(), version_weights(0))
+        assert (trainer.num_steps_done, metrics["actor/num_tokens"]) == (1, 0)
+        assert all(math.isfinite(value) for value in metrics.values())
+
     def test_a_clipped_ratio_has_no_gradient(self, trainer: TrainingEngine) -> None:
         """PPO: a response whose probability has grown beyond the clip range adds nothing."""
         step(trainer, [sample(0, advantage=1.0, shift=-5.0)])

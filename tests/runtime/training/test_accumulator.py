@@ -51,15 +51,20 @@ class Reader:
         self.broken: set[GroupId] = set()
         self.read: list[GroupId] = []
         self.reference: Callable[[int], NDArray[np.float32]] | None = None  # of as many tokens
+        self.truncated: set[int] = set()  # the siblings of each group that end at their maximum length
 
     def __call__(self, group: GroupId) -> list[StoredSample]:
         if group in self.broken:
             self.broken.remove(group)
             raise OSError("cannot read the group")
         self.read.append(group)
+        group_samples = [
+            s._replace(finish_reason="length" if sibling in self.truncated else "stop")
+            for sibling, s in enumerate(stored(group))
+        ]
         if self.reference is None:
-            return stored(group)
-        return [s._replace(reference=self.reference(len(s.token_ids))) for s in stored(group)]
+            return group_samples
+        return [s._replace(reference=self.reference(len(s.token_ids))) for s in group_samples]
 
 
 class AccumulatingTrainer:
@@ -70,6 +75,7 @@ class AccumulatingTrainer:
         settings: AdvantageSettings | None = None,
         streams_gradients: bool = True,
         critic: Critic | None = None,
+        masks_truncated: bool = False,
     ) -> None:
         self.reader = Reader()
         self.trainer = Trainer(MODEL, initial_weights(MODEL, seed=0), SETTINGS, critic=critic)
@@ -81,6 +87,7 @@ class AccumulatingTrainer:
             settings or AdvantageSettings(),
             streams_gradients,
             None if critic is None else critic.compute_advantages,
+            masks_truncated,
         )
 
     def commit(self, step: int, groups: Sequence[GroupId]) -> None:
@@ -305,3 +312,64 @@ def test_teachers_give_each_token_an_advantage(expected: torch.Tensor) -> None:
     worker.accumulator.start_step(1)
     assert worker.accumulator.train(1, SECOND)["distillation/reverse_kl"] == 0.0
     assert not torch.equal(worker.trainer.flat, expected)
+
+
+@pytest.mark.parametrize("streams_gradients", [True, False])
+def test_a_masked_response_has_no_loss_and_its_group_keeps_its_advantages(streams_gradients: bool) -> None:
+    worker = AccumulatingTrainer(streams_gradients=streams_gradients, masks_truncated=True)
+    worker.reader.truncated = {1}
+    worker.accumulator.start_step(0)
+    worker.commit(0, FIRST)
+    worker.accumulate_all()
+    metrics = worker.accumulator.train(0, FIRST)
+    reference = Trainer(MODEL, initial_weights(MODEL, seed=0), SETTINGS)
+    groups = FIRST if streams_gradients else sorted(FIRST)
+    reference.add_samples(samples(groups)[::2], is_whole_batch=not streams_gradients)
+    expected = reference.finish_step()
+    assert torch.equal(worker.trainer.flat, reference.flat)
+    assert metrics["actor/pg_loss"] == expected["actor/pg_loss"]
+    assert (metrics["actor/frac_masked_responses"], metrics["actor/num_tokens"]) == (0.5, 4 * 3)
+
+
+def test_truncated_responses_have_a_loss_unless_they_are_masked(expected: torch.Tensor) -> None:
+    worker = AccumulatingTrainer()
+    worker.reader.truncated = {0, 1}
+    assert torch.equal(worker.train_two_steps(), expected)
+    assert "actor/frac_masked_responses" not in worker.accumulator.train(2, FIRST)
+
+
+def test_advantages_of_a_whole_batch_count_its_masked_responses() -> None:
+    settings = AdvantageSettings("reinforce_plus_plus")
+    worker = AccumulatingTrainer(settings, streams_gradients=False, masks_truncated=True)
+    worker.reader.truncated = {0}
+    worker.accumulator.train(0, FIRST)
+    made = compute_advantages("reinforce_plus_plus", [REWARDS] * 4, [(3, 5)] * 4)
+    reference = Trainer(MODEL, initial_weights(MODEL, seed=0), SETTINGS)
+    kept = samples(sorted(FIRST))[1::2]
+    reference.step([replace(s, advantage=a) for s, (_, a) in zip(kept, made, strict=True)])
+    assert torch.equal(worker.trainer.flat, reference.flat)
+
+
+def test_the_critic_learns_from_masked_responses() -> None:
+    settings = AdvantageSettings("gae")
+    worker = AccumulatingTrainer(settings, streams_gradients=False, critic=critic(), masks_truncated=True)
+    worker.reader.truncated = {1}
+    worker.accumulator.train(0, FIRST)
+    reference = critic()
+    batch = reference.compute_advantages(samples(sorted(FIRST)), [*REWARDS] * 4)
+    trainer = Trainer(MODEL, initial_weights(MODEL, seed=0), SETTINGS, critic=reference)
+    trainer.step(batch[::2])
+    assert torch.equal(worker.trainer.flat, trainer.flat)
+    assert worker.trainer.critic is not None
+    assert torch.equal(worker.trainer.critic.flat, reference.flat)
+
+
+@pytest.mark.parametrize("streams_gradients", [True, False])
+def test_a_batch_whose_responses_are_all_masked_is_a_step_without_gradient(streams_gradients: bool) -> None:
+    worker = AccumulatingTrainer(streams_gradients=streams_gradients, masks_truncated=True)
+    worker.reader.truncated = {0, 1}
+    metrics = worker.accumulator.train(0, FIRST)
+    assert torch.equal(worker.trainer.flat, initial_weights(MODEL, seed=0))
+    assert (metrics["actor/frac_masked_responses"], metrics["actor/grad_norm"]) == (1.0, 0.0)
+    worker.reader.truncated = set()
+    assert worker.accumulator.train(1, SECOND)["actor/frac_masked_responses"] == 0.0

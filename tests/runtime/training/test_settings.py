@@ -59,6 +59,7 @@ def test_the_objective_reaches_the_trainer(task: Path) -> None:
             "algorithm.kl_loss_coef=0.1",
             "algorithm.kl_loss_type=k3+",
             "algorithm.overlong_buffer_tokens=8",
+            "algorithm.mask_truncated_responses=true",
             "correction.proximal=interpolated",
             "correction.token=tis",
             "correction.tis_cap=3.0",
@@ -71,6 +72,7 @@ def test_the_objective_reaches_the_trainer(task: Path) -> None:
     assert (settings.correction.proximal, settings.correction.tis_cap) == ("interpolated", 3.0)
     assert (advantages.max_tokens, advantages.overlong_buffer_tokens) == (24, 8)
     assert spec.streams_gradients
+    assert spec.masks_truncated
     assert spec.critic is None
 
 

@@ -103,6 +103,7 @@ class TrainerSpec:
     settings: TrainerSettings
     advantage_settings: AdvantageSettings
     streams_gradients: bool  # accumulates gradients of committed groups before their batch is complete
+    masks_truncated: bool = False  # responses that ended at their maximum length have no loss
     max_staleness: int = 0
     exact_engine: EngineSpec | None = None  # exact mode: log-probs are computed as this engine does
     checkpoint: Path | None = None

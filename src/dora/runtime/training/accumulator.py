@@ -35,17 +35,20 @@ class Accumulator:
         advantage_settings: AdvantageSettings,
         streams_gradients: bool,
         compute_advantages: ComputeAdvantages | None = None,
+        masks_truncated: bool = False,
     ) -> None:
         """`weight_digest(version)` is None for a version that this process does not have.
 
         Without `streams_gradients`, a batch is added once it is complete. With a critic, `compute_advantages`
-        gives the advantages of a batch from its values and rewards.
+        gives the advantages of a batch from its values and rewards. With `masks_truncated`, responses that
+        ended at their maximum length have advantages and no loss: the trainer does not get them.
         """
         self._trainer, self._read_group, self._weight_digest = trainer, read_group, weight_digest
         self._advantage_settings, self._streams_gradients = advantage_settings, streams_gradients
-        self._compute_advantages = compute_advantages
+        self._compute_advantages, self._masks_truncated = compute_advantages, masks_truncated
         self._step: int | None = None  # the current step; None until the version it starts from is published
         self._teacher_kls: list[float] = []  # log policy - log teacher of each token of this step
+        self._is_masked: list[bool] = []  # of each response of this step so far
         self._committed: dict[int, list[GroupId]] = defaultdict(list)  # by step, in order of commitment
         self._added: list[GroupId] = []  # groups of `_step` that the trainer has
 
@@ -99,18 +102,20 @@ class Accumulator:
         metrics |= {"actor/num_tokens_early": float(num_early)}
         if self._teacher_kls:
             metrics["distillation/reverse_kl"] = math.fsum(self._teacher_kls) / len(self._teacher_kls)
-        self._added, self._teacher_kls = [], []
+        if self._masks_truncated:
+            metrics["actor/frac_masked_responses"] = sum(self._is_masked) / len(self._is_masked)
+        self._added, self._teacher_kls, self._is_masked = [], [], []
         self._committed.pop(step, None)
         return metrics
 
     def _discard(self) -> None:
         self._trainer.discard_batch()
-        self._added, self._teacher_kls = [], []
+        self._added, self._teacher_kls, self._is_masked = [], [], []
 
     def _add_group(self, step: int, group: GroupId) -> None:
-        self._trainer.add_samples(
-            [sample for s in self._read_group(group) for sample in self._samples(step, s, s.advantage)]
-        )
+        responses = self._read_group(group)
+        samples = [self._samples(step, s, s.advantage) for s in responses]
+        self._trainer.add_samples(self._with_loss(responses, samples))
         self._added.append(group)
 
     def _add_batch(self, step: int, groups: Sequence[GroupId]) -> None:
@@ -125,15 +130,22 @@ class Accumulator:
         elif self._advantage_settings.needs_batch:
             num_tokens = [[len(s.logprobs) for s in group] for group in batch]
             advantages = self._advantage_settings.batch_advantages(rewards, lengths, num_tokens)
-        samples = [
-            sample
-            for group, group_advantages in zip(batch, advantages, strict=True)
-            for stored, advantage in zip(group, group_advantages, strict=True)
-            for sample in self._samples(step, stored, advantage)
-        ]
+        responses = [stored for group in batch for stored in group]
+        flat_advantages = [advantage for group in advantages for advantage in group]
+        samples = [self._samples(step, s, a) for s, a in zip(responses, flat_advantages, strict=True)]
         if self._compute_advantages is not None:
-            samples = self._compute_advantages(samples, [reward for group in shaped for reward in group])
-        self._trainer.add_samples(samples, is_whole_batch=True)
+            flat = [sample for own in samples for sample in own]
+            computed = iter(self._compute_advantages(flat, [reward for group in shaped for reward in group]))
+            samples = [[next(computed) for _ in own] for own in samples]
+        self._trainer.add_samples(self._with_loss(responses, samples), is_whole_batch=True)
+
+    def _with_loss(
+        self, responses: Sequence[StoredSample], samples: Sequence[Sequence[Sample]]
+    ) -> list[Sample]:
+        """The samples of all responses that are not masked, from the samples of each response."""
+        is_masked = [self._masks_truncated and s.is_truncated for s in responses]
+        self._is_masked += is_masked
+        return [s for own, masked in zip(samples, is_masked, strict=True) if not masked for s in own]
 
     def _samples(self, step: int, stored: StoredSample, advantage: float | None) -> list[Sample]:
         assert advantage is not None

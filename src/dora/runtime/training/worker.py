@@ -85,6 +85,7 @@ class _TrainerWorker:
             spec.advantage_settings,
             spec.streams_gradients,
             _advantage_function(spec, self._trainer),
+            spec.masks_truncated,
         )
         self._checkpoints = CheckpointWriter(spec.model, outbox.send)
         device = torch.device(spec.device)
