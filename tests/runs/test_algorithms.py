@@ -177,6 +177,17 @@ def test_truncated_responses_have_no_loss_before_and_after_a_resume(
     assert "is stored with the finish reason None, the journal has" in audited.out
 
 
+def test_a_step_whose_responses_are_all_truncated_has_no_gradient(start_run: StartRun) -> None:
+    """A response of one token ends at its maximum length, unless this token is the end token."""
+    run = start_run(algorithm__mask_truncated_responses="true", sampling__max_response_length=1)
+    ended = run.succeed()
+    run.check_records()
+    masked = [step for step in metrics(run.out) if step["actor/frac_masked_responses"] == 1]
+    assert masked
+    assert {(step["actor/num_tokens"], step["actor/grad_norm"]) for step in masked} == {(0, 0)}
+    assert re.search(r"step \d had no gradient: .*truncated", ended.out)
+
+
 def test_a_dry_run_prints_when_gradients_are_computed(task: Path) -> None:
     assert (
         "gradients             accumulated while the batch fills up" in dora("train", task, "--dry-run").out

@@ -190,6 +190,18 @@ def _run_error(error: Exception, setup: RunSetup, stored: Mapping[Path, int]) ->
     return RunError(f"the run cannot continue: {describe_full_disk(folder, needed[folder])}, and {remedy}")
 
 
+def _why_no_gradient(metrics: Mapping[str, float]) -> str:
+    """Why a step trained no token, from its metrics."""
+    masked = metrics.get("actor/frac_masked_responses", 0.0)
+    if masked == 1.0:
+        return (
+            "all responses were truncated, and algorithm.mask_truncated_responses leaves them out; raise "
+            "sampling.max_response_length"
+        )
+    equal = "the rewards of each group were equal"
+    return f"{equal}, or its responses truncated and masked" if masked else equal
+
+
 class _Session:
     """One run from its first process to its summary."""
 
@@ -446,7 +458,7 @@ class _Session:
         """Report each kind of problem at the first step that has it."""
         warnings, metrics = {}, step.others
         if metrics.get("actor/num_tokens") == 0:
-            warnings["gradient"] = "had no gradient: the rewards of each group were equal"
+            warnings["gradient"] = f"had no gradient: {_why_no_gradient(metrics)}"
         nats = metrics.get("mismatch/logprob_abs_diff_mean", 0.0)
         if nats > MAX_MISMATCH and metrics.get("mismatch/num_tokens", 0) >= MIN_MISMATCH_TOKENS:
             warnings["mismatch"] = (
