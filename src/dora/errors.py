@@ -29,6 +29,10 @@ class DamagedRunError(InputError):
     """The files of a run are not as the run wrote them."""
 
 
+class FinishedRunError(InputError):
+    """A run that should resume has finished."""
+
+
 class ConfigError(InputError):
     """A configuration key, its value, or a combination that cannot work."""
 

@@ -71,7 +71,11 @@ def served(here: Path) -> Iterator[Run]:
     ]
     words = re.findall(r"--set (\S+?)=(\S+)", line)
     changes = {key.replace(".", "__"): value for key, value in words} | {"run__steps": 3}
-    small = {"trainer__batch_size": 2, "sampling__group_size": 2, "sampling__max_response_length": 48}
+    small: dict[str, Any] = {
+        "trainer__batch_size": 2,
+        "sampling__group_size": 2,
+        "sampling__max_response_length": 48,
+    }
     served = Run(
         here / "examples" / "gcd.toml", here / "runs" / "served", command="serve", **changes, **small
     )

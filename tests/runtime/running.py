@@ -9,7 +9,7 @@ import signal
 import sqlite3
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ class Run:
         out: Path,
         output: int | None = None,
         command: str = "train",
+        options: Sequence[str] = (),
         **changes: object,
     ) -> None:
         """`section__key=value` changes a setting; `output` is a file descriptor for stdout.
@@ -67,7 +68,7 @@ class Run:
         sets = settings({key.replace("__", "."): value for key, value in changes.items()})
         what = ["--resume", str(out)] if config is None else [str(config), "--out", str(out)]
         self.out = out
-        self._process = ForkedCommand([command, *what, *sets], environment(), output)
+        self._process = ForkedCommand([command, *what, *options, *sets], environment(), output)
         self.pid = self._process.pid
         self._ended: CommandResult | None = None
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from dora.cli.inspect import RunFolder
-from dora.errors import InputError
+from dora.errors import FinishedRunError, InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,6 +47,12 @@ ContinuedFrom = Annotated[
 ResumedRun = Annotated[
     Path | None, typer.Option("--resume", metavar="RUN", help="Resume a run that was stopped or killed.")
 ]
+AutoResume = Annotated[
+    bool,
+    typer.Option(
+        "--auto-resume", help="Resume the run if --out has one: the same command starts and continues it."
+    ),
+]
 Timeout = Annotated[float, typer.Option(min=0.0, help="Maximum wait for the run's reply (s).")]
 
 
@@ -60,14 +66,15 @@ def train(
         bool, typer.Option("--dry-run", help="Load and check everything, print the plan, train nothing.")
     ] = False,
     resume: ResumedRun = None,
+    auto_resume: AutoResume = False,
     continue_from: ContinuedFrom = None,
 ) -> None:
     """Train a policy."""
     changes = _changes(overrides, steps, seed, continue_from)
     if not dry_run:
-        _run(config, out, changes, resume)
-    if resume is not None or config is None:
-        raise typer.BadParameter("--dry-run checks a CONFIG file: leave out --resume")
+        _run(config, out, changes, resume, auto_resume=auto_resume)
+    if resume is not None or config is None or auto_resume:
+        raise typer.BadParameter("--dry-run checks a CONFIG file: leave out --resume and --auto-resume")
     from dora.cli.dry_run import dry_run as describe_run
 
     typer.echo(describe_run(_read_config(config, changes), out or _new_folder(config)))
@@ -80,10 +87,12 @@ def serve(
     seed: Seed = None,
     overrides: Overrides = None,
     resume: ResumedRun = None,
+    auto_resume: AutoResume = False,
     continue_from: ContinuedFrom = None,
 ) -> None:
     """Train a policy and serve the run over HTTP: see docs/service.md."""
-    _run(config, out, _changes(overrides, steps, seed, continue_from), resume, is_served=True)
+    changes = _changes(overrides, steps, seed, continue_from)
+    _run(config, out, changes, resume, auto_resume=auto_resume, is_served=True)
 
 
 def _changes(
@@ -95,7 +104,13 @@ def _changes(
 
 
 def _run(
-    config: Path | None, out: Path | None, changes: list[str], resume: Path | None, *, is_served: bool = False
+    config: Path | None,
+    out: Path | None,
+    changes: list[str],
+    resume: Path | None,
+    *,
+    auto_resume: bool,
+    is_served: bool = False,
 ) -> NoReturn:
     """Start or resume a run, and exit with its code."""
     if resume is not None and any(change.startswith("trainer.continue_from=") for change in changes):
@@ -104,23 +119,37 @@ def _run(
         )
     if (config is None) == (resume is None) or (resume and out):
         raise typer.BadParameter("give either a CONFIG file, or --resume RUN without --out")
-    resolved = None if config is None else _read_config(config, changes)
+    if auto_resume and out is None:
+        raise typer.BadParameter("--auto-resume needs a CONFIG file and --out RUN")
+    given = None if config is None else _read_config(config, changes)
     from dora.runtime.process.worker_process import preload_workers
 
     preload_workers()  # during the imports of this process
+    from dora.metrics.console import print_notice
     from dora.runtime import run
+    from dora.runtime.recovery.resume import resumed_config
 
-    if config is not None and resolved is not None:
-        settings, folder = resolved, out or _new_folder(config)
+    begun = out if auto_resume and out is not None and (out / "config.toml").is_file() else resume
+    if begun is None:
+        assert config is not None
+        assert given is not None
+        settings, folder = given, out or _new_folder(config)
         gateway = _gateway(settings, folder) if is_served else None
         raise typer.Exit(
             _finish(folder, lambda console: run.train(settings, folder, console, gateway=gateway))
         )
-    from dora.runtime.recovery.resume import resumed_config
+    gateway = _gateway(resumed_config(begun, changes, given), begun) if is_served else None
 
-    assert resume is not None
-    gateway = _gateway(resumed_config(resume, changes), resume) if is_served else None
-    raise typer.Exit(_finish(resume, lambda console: run.resume(resume, changes, console, gateway=gateway)))
+    def continue_run(console: Console) -> dict[str, Any]:
+        try:
+            return run.resume(begun, changes, console, gateway=gateway, given=given)
+        except FinishedRunError as finished:
+            if not auto_resume:
+                raise
+            print_notice(console, str(finished).removeprefix("--resume "))
+            return {"stopped": ""}
+
+    raise typer.Exit(_finish(begun, continue_run))
 
 
 def _read_config(path: Path, changes: list[str]) -> Config:

@@ -114,12 +114,13 @@ def resume(
     console: Console,
     setup_type: type[RunSetup] = RunSetup,
     gateway: Gateway | None = None,
+    given: Config | None = None,
 ) -> dict[str, Any]:
-    """Continue a run that was stopped or killed; see `train`.
+    """Continue a run that was stopped or killed; see `train`, and `resumed_config` for `given`.
 
     Raises InputError, with the recorded files unchanged, if it cannot continue.
     """
-    config = resumed_config(run, overrides)
+    config = resumed_config(run, overrides, given)
     resources.check_devices(config)
     backends.check_backends(config)
     check_gateway(config, gateway)

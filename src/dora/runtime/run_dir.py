@@ -68,7 +68,7 @@ def reclaim(out: Path, config: Config) -> None:
 def _write_config(out: Path, config: Config) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "config.toml").write_text(to_toml(config))
+        write_text_atomically(out / "config.toml", to_toml(config))
     except OSError as error:
         raise InputError(f"--out {out} cannot be written: {error}; name another folder") from error
 

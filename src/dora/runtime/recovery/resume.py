@@ -10,6 +10,7 @@ import io
 import json
 import os
 import shutil
+import tomllib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,12 +18,13 @@ from typing import Any
 
 import torch
 
-from dora.config.load import read_config
-from dora.config.schema import Config, iter_values
+from dora.config.load import parse_config, read_config
+from dora.config.schema import LIST_SECTIONS, Config, iter_values
+from dora.config.toml import to_toml
 from dora.core.actions import Stop
 from dora.core.events import Published
 from dora.engine.kernels.workspace import DTYPES
-from dora.errors import InputError
+from dora.errors import FinishedRunError, InputError
 from dora.journal.extensions import Extension, find_extensions, read_extensions
 from dora.journal.reader import CONFIG_FILE, JOURNAL_FILE, Journal, explain_missing_run, read_journal
 from dora.journal.writer import file_digest
@@ -81,19 +83,26 @@ LR_DECAY = "trainer.lr_decay"
 EXTENSION_KEYS = ("run.steps", LR_DECAY)  # these may change if the run gets more steps
 
 
-def resumed_config(run: Path, overrides: Sequence[str]) -> Config:
-    """The configuration to resume a run with. Raises InputError if the run or an override forbids it."""
+def resumed_config(run: Path, overrides: Sequence[str], given: Config | None = None) -> Config:
+    """The configuration to resume a run with. Raises InputError if the run or an override forbids it.
+
+    `given` is a whole configuration, `overrides` included, that replaces the recorded one.
+    """
     path = run / CONFIG_FILE
     if not path.is_file():
         raise InputError(f"--resume {explain_missing_run(run, CONFIG_FILE)}")
     if driver_of(run) is not None:
         raise InputError(f"--resume {run}: this run is in progress; stop it first")
     extended = _extension_overrides(run)
-    before, config = read_config(path, extended), read_config(path, [*extended, *overrides])
+    before = read_config(path, extended)
+    if given is None:
+        config = read_config(path, [*extended, *overrides])
+    else:  # without the keys that config.toml leaves out, because they have no effect
+        config = parse_config(tomllib.loads(to_toml(given)))
     is_longer = config.run.steps > before.run.steps
     changeable = (*CHANGEABLE_KEYS, *(EXTENSION_KEYS if is_longer else ()))
-    changed = dict(iter_values(config))
-    for key, old in iter_values(before):
+    changed = _values(config)
+    for key, old in _values(before).items():
         new = changed.get(key)
         if old != new and not any(fnmatchcase(key, pattern) for pattern in changeable):
             remedy = (
@@ -112,6 +121,12 @@ def resumed_config(run: Path, overrides: Sequence[str]) -> Config:
     return config
 
 
+def _values(config: Config) -> dict[str, Any]:
+    """The value of each key, and for each list of tables their names in order."""
+    names = {section: [table.name for table in getattr(config, section)] for section in LIST_SECTIONS}
+    return {**names, **dict(iter_values(config))}
+
+
 def _extension_overrides(run: Path) -> list[str]:
     """What earlier resumes have changed of the recorded configuration, as overrides."""
     return [
@@ -124,7 +139,8 @@ def _extension_overrides(run: Path) -> list[str]:
 def _check_schedule(run: Path, before: Config, config: Config, overrides: Sequence[str]) -> None:
     """Raises InputError if more steps change a learning rate that the user has not stated again."""
     is_stated = any(override.partition("=")[0].strip() == LR_DECAY for override in overrides)
-    if before.trainer.lr_decay != "constant" and not is_stated:
+    is_changed = config.trainer.lr_decay != before.trainer.lr_decay
+    if before.trainer.lr_decay != "constant" and not (is_stated or is_changed):
         steps = before.run.steps
         raise InputError(
             f"--resume {run} with run.steps = {config.run.steps}: {LR_DECAY} = {before.trainer.lr_decay!r} "
@@ -184,7 +200,7 @@ def read_recorded_journal(run: Path, num_prompts: int | None, num_steps: int | N
     if is_done and _has_finished(run):
         last = checkpoint_folders(run / "checkpoints").get(last_step)
         if last is not None and not find_damage(last):
-            raise InputError(
+            raise FinishedRunError(
                 f"--resume {run}: this run has finished all its {last_step} steps; "
                 "--set run.steps=N, with a larger N, gives it more"
             )
