@@ -300,6 +300,8 @@ def test_the_rayjob_trains_with_the_resources_of_its_workers() -> None:
     assert not fits(config, worker.replicas - 1, float(limits["cpu"]), int(limits["nvidia.com/gpu"]))
     assert job.ray_cluster_spec.head_group_spec.ray_start_params["num-cpus"] == "0"
     command = shlex.split(job.entrypoint)
+    assert job.backoff_limit > 0, "KubeRay repeats the command after a failure"
+    assert "--auto-resume" in command
     mounts = [mount.mount_path for mount in container.volume_mounts]
     for option in (command[command.index("--out") + 1], *re.findall(r"path=(\S+)", job.entrypoint)):
         assert option.startswith(f"{mounts[0]}/")
@@ -444,7 +446,7 @@ def scene(tmp_path: Path) -> Scene:
 
 SLURM = ["bash", str(DEPLOY / "slurm.sh")]
 JOB_VARIABLES = {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "node-[a-c]", "SLURM_CPUS_PER_TASK": "16"}
-TRAIN = ["examples/gcd.toml", "--out", "runs/a"]
+TRAIN = ["examples/gcd.toml", "--out", "runs/a", "--auto-resume"]
 
 
 def run_slurm(scene: Scene, arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Trains on a Ray cluster of all nodes of this job. The arguments are those of `dora train`:
 #
-#   sbatch --nodes=2 examples/deploy/slurm.sh my.toml --out runs/a
-#   sbatch --nodes=2 examples/deploy/slurm.sh --resume runs/a
+#   sbatch --nodes=2 examples/deploy/slurm.sh my.toml --out runs/a --auto-resume
 #
+# With --auto-resume a requeued job, or another one with the same command, resumes the run.
 # Submit it from a folder that all nodes share, with the environment of DORA-RL activated. To stop the run with a
 # checkpoint: scancel --batch --signal=TERM JOB. DORA_HEAD_IP replaces the address of the first node.
 
