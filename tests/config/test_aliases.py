@@ -88,6 +88,15 @@ def test_every_alias_leads_to_an_existing_key(alias: KeyAlias) -> None:
         ("--n-samples-per-prompt=8", "--n-samples-per-prompt is sampling.group_size here"),
         ("orchestrator.max_async_level=2", "orchestrator.max_async_level is orchestrator.max_staleness here"),
         ("batch_size=8", "batch_size is trainer.batch_size here"),
+        ("chat_template_kwargs.x=1", "chat_template_kwargs is data.chat_template_kwargs here"),
+        (
+            "data.apply_chat_template_kwargs.x=1",
+            "data.apply_chat_template_kwargs is data.chat_template_kwargs here",
+        ),
+        (
+            "generator.chat_template_kwargs.x=1",
+            "generator.chat_template_kwargs is data.chat_template_kwargs here",
+        ),
         ("actor_rollout_ref.rollout.temperature=1.0", "temperature is sampling.temperature here"),
     ],
 )

@@ -193,6 +193,10 @@ def test_a_missing_or_broken_file_is_refused(tmp_path: Path) -> None:
             ["data.system_prompt=Be brief."],
             "data.system_prompt has no effect without data.chat_template = true",
         ),
+        (
+            ["data.chat_template_kwargs.enable_thinking=false"],
+            "data.chat_template_kwargs has no effect without data.chat_template = true",
+        ),
         (["data.path=gcd", "data.split=train"], "data.split has no effect with data.path = gcd"),
         (["data.path=gcd", "data.prompt_key=q"], "data.prompt_key has no effect with data.path = gcd"),
         (["eval.path=gcd", "eval.split=test"], "eval.split has no effect with eval.path = gcd"),

@@ -11,9 +11,17 @@ from transformers import AutoTokenizer
 
 from dora.data.chat import ChatTemplate, PromptEncoder
 from dora.data.tokenizer import CHAT_TEMPLATE, Tokenizer, save_bpe_tokenizer, save_character_tokenizer
-from dora.errors import DataError, ModelError
+from dora.errors import ConfigError, DataError, ModelError
 
 QUESTION = "How many are 6 x 7, in €?"
+THINKING = """\
+{%- macro thoughts() %}{{ empty_thoughts | default('<think></think>') }}{% endmacro %}
+{%- set tools = tools or [] %}{% set ns = namespace(last=0) %}
+{%- for message in messages %}{% if message['role'] == 'x' %}{% continue %}{% endif %}
+{%- generation %}{{ bos_token }}{{ message['content'] }}{% endgeneration %}{% endfor %}
+{%- if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}
+{%- if add_generation_prompt and not enable_thinking %}{{ thoughts() }}{% endif %}
+{%- set mode = 'fixed' %}{{ mode }}"""
 
 
 @pytest.fixture
@@ -142,3 +150,50 @@ def test_a_template_that_drops_earlier_answers_is_refused(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}")
     with pytest.raises(DataError, match="the chat template leaves out earlier answers"):
         ChatTemplate(folder).render_observation("42")
+
+
+def write_thinking(folder: Path, template: str = THINKING) -> Path:
+    """The tokenizer with a template that has the variables `enable_thinking` and `empty_thoughts`."""
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"chat_template": template, "bos_token": "<|im_start|>"}
+    path.write_text(json.dumps(config))
+    return folder
+
+
+def test_variables_reach_prompts_and_observations(folder: Path) -> None:
+    default = ChatTemplate(write_thinking(folder))
+    chosen = ChatTemplate(folder, variables={"enable_thinking": False, "empty_thoughts": "<no>"})
+    assert default.render("a") == "<|im_start|>afixed"
+    assert chosen.render("a") == "<|im_start|>a<no>fixed"
+    assert chosen.render_observation("b") == "<|im_start|>b<no>fixed"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["messages", "tools", "add_generation_prompt", "tokenize", "documents", "conversation", "bos_token"],
+)
+def test_a_variable_that_is_set_already_is_refused(folder: Path, name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"chat_template_kwargs\.{name} = 0: DORA-RL and the tokenizer set"
+    ):
+        ChatTemplate(write_thinking(folder), variables={name: 0})
+
+
+@pytest.mark.parametrize("name", ["enable_thinkng", "mode", "ns", "message", "namespace", "raise_exception"])
+def test_a_variable_that_the_template_does_not_use_is_refused(folder: Path, name: str) -> None:
+    reason = rf"does not use {name}; remove it, .*: empty_thoughts, enable_thinking$"
+    with pytest.raises(ConfigError, match=reason):
+        ChatTemplate(write_thinking(folder), variables={"enable_thinking": False, name: 0})
+
+
+def test_a_variable_of_one_of_several_templates_is_used(folder: Path) -> None:
+    named = {"default": "{{ messages[0].content }}{{ mood }}", "tool_use": "{{ budget }}"}
+    templates = [{"name": name, "template": template} for name, template in named.items()]
+    write_thinking(folder, templates)  # type: ignore[arg-type]
+    assert ChatTemplate(folder, variables={"mood": "!", "budget": 1}).render("a") == "a!"
+
+
+def test_a_template_that_cannot_be_parsed_is_refused_with_its_prompt(folder: Path) -> None:
+    template = ChatTemplate(write_thinking(folder, "{% if %}"), variables={"enable_thinking": False})
+    with pytest.raises(DataError, match="the chat template refuses the prompt"):
+        template.render("a")

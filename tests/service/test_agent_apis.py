@@ -12,7 +12,7 @@ from tests.runtime.tiny import MODEL
 from tests.service.fake_run import TOKEN, FakeRun, error_message
 
 from dora.core.types import RequestId
-from dora.data.tokenizer import save_bpe_tokenizer
+from dora.data.tokenizer import CHAT_TEMPLATE, save_bpe_tokenizer
 from dora.envs.episode import EpisodeBranched, EpisodeId, EpisodeObservation, EpisodeStarted, PolicyTurn
 from dora.model.pretrained import save_pretrained
 from dora.model.weights import initial_weights
@@ -42,7 +42,7 @@ def make_run(folder: Path, max_tokens: int = 400, **changes: object) -> FakeRun:
     def prepare(start: Path) -> None:
         model = replace(MODEL, vocab_size=300, max_position_embeddings=2 * max_tokens)
         save_pretrained(start, model, initial_weights(model, seed=0))
-        save_bpe_tokenizer(start, [CALL_TEXT] * 4, 300)
+        save_bpe_tokenizer(start, [CALL_TEXT] * 4, 300, CHAT_TEMPLATE + "{{ thoughts }}")
 
     run = FakeRun(
         folder,
@@ -324,6 +324,23 @@ def test_a_stream_of_an_incomplete_response_says_so(run: FakeRun) -> None:
     assert [event["sequence_number"] for event in events] == [*range(len(events))]
     assert (events[0]["type"], events[-1]["type"]) == ("response.created", "response.incomplete")
     assert events[-1]["response"]["output"][0]["content"][0]["text"] == "2"
+
+
+def test_variables_of_the_chat_template_are_those_of_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path, data__chat_template_kwargs='{thoughts = "(no)"}')
+    body = {"messages": [USER], "chat_template_kwargs": {"thoughts": "(yes)"}}
+    expected = 'must be the run\'s data.chat_template_kwargs = {"thoughts": "(no)"}; leave it out'
+    assert expected in error_message(ask(run, OPENAI, body, None), 400)
+    assert (run.replies(), run.agents.num_waiting) == ([], 1)
+    answer = {"role": "assistant", "content": "2"}
+    assert ask(run, OPENAI, body | {"chat_template_kwargs": {"thoughts": "(no)"}}, "2").status_code == 200
+    (started,) = run.replies()
+    assert isinstance(started, EpisodeStarted)
+    assert ask(run, OPENAI, {"messages": [USER, answer, USER]}, "2", number=1).status_code == 200
+    (observed,) = run.replies()
+    assert isinstance(observed, EpisodeObservation)
+    for ids in (started.prompt_ids, observed.token_ids):
+        assert text_of(run, ids).endswith("assistant\n(no)")
 
 
 def test_text_completions_are_refused_with_a_chat_template(run: FakeRun) -> None:

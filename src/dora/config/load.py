@@ -246,7 +246,8 @@ def _required_keys(section: str) -> list[str]:
 
 def _suggest(where: Sequence[str], typed: Sequence[str]) -> str:
     """The remedy for an unknown section or key at `where`; `typed` are all names in it."""
-    if hint := _suggest_alias([*dict.fromkeys((*typed, where[0]))]):  # a renamed table may have any keys
+    tables = (name.rpartition(".")[0] for name in typed)
+    if hint := _suggest_alias([*dict.fromkeys((*typed, *tables, where[0]))]):  # a table may have any keys
         return hint
     is_section = len(where) == 1
     keys = [key for section, key, _ in iter_keys() if section == where[0]]

@@ -127,6 +127,8 @@ class DataSection(Section):
     """Column with the images of a prompt, in whose text each is written <image> (name)."""
     chat_template: bool = False
     """Format prompts with the tokenizer's chat template."""
+    chat_template_kwargs: dict[str, JsonValue] = {}
+    """Variables of the chat template, such as {enable_thinking = false} of Qwen3 (table)."""
     system_prompt: str | None = Field(default=None, min_length=1)
     """System message of conversations that have none (text)."""
     max_prompt_length: Count = 256

@@ -586,7 +586,7 @@ def _unused_for_prompts(config: Config) -> Iterator[Unused]:
             reason = "with data.path = service: an upload with such a prompt is refused"
             yield "data", reason, "filter_overlong_prompts"
     if not data.chat_template:
-        yield "data", "without data.chat_template = true", "system_prompt"
+        yield "data", "without data.chat_template = true", "chat_template_kwargs", "system_prompt"
     if not config.curriculum.is_on:
         reason = "without curriculum.easy_threshold or curriculum.hard_threshold"
         yield "curriculum", reason, "skip_epochs"

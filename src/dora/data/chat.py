@@ -5,6 +5,8 @@ transformers renders the template, because only it has all functions that templa
 
 from __future__ import annotations
 
+import inspect
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,10 +16,13 @@ from dora.data.dataset import Messages, Prompt
 from dora.data.images import IMAGE, ImageReader, ImageSource
 from dora.data.tokenizer import Tokenizer
 from dora.data.tool_calls import Parser, Tool, parser_of
-from dora.errors import DataError, ModelError
+from dora.errors import ConfigError, DataError, ModelError
 
 Turns = Mapping[int, Sequence[int]]  # index of a message -> token ids that the model sampled for it
 NO_TURNS: Turns = {}
+NO_VARIABLES: Mapping[str, Any] = {}
+_FUNCTIONS = {"raise_exception", "strftime_now"}  # that transformers adds for templates, as the next
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
 
 class PromptEncoder:
@@ -129,8 +134,14 @@ class PromptEncoder:
 class ChatTemplate:
     """The chat template of a model folder, up to the start of the assistant's answer."""
 
-    def __init__(self, folder: Path, system_prompt: str | None = None) -> None:
-        """Raises ModelError if the folder has no template, or transformers is not installed."""
+    def __init__(
+        self, folder: Path, system_prompt: str | None = None, variables: Mapping[str, Any] = NO_VARIABLES
+    ) -> None:
+        """`variables` are set in every rendering of the template.
+
+        Raises ModelError if the folder has no template or transformers is not installed, and ConfigError for
+        variables that the template does not use, or that are set already.
+        """
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
@@ -152,9 +163,27 @@ class ChatTemplate:
                 "chat_template.jinja"
             )
         self.tool_parser = parser_of(str(self._tokenizer.chat_template))
+        self._variables = variables
+        if variables:
+            self._check_variables(folder)
         self._system: list[Mapping[str, str]] = []
         if system_prompt is not None:
             self._system = [{"role": "system", "content": system_prompt}]
+
+    def _check_variables(self, folder: Path) -> None:
+        parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        reserved = {"messages", *parameters, *self._tokenizer.special_tokens_map}
+        used = _undeclared_variables(self._tokenizer.chat_template)
+        for name, value in self._variables.items():
+            problem = f"chat_template_kwargs.{name} = {value!r}: "
+            if name in reserved:
+                raise ConfigError(f"{problem}DORA-RL and the tokenizer set {name} themselves; remove it")
+            if used is not None and name not in used:
+                names = ", ".join(sorted(used - reserved)) or "none"
+                raise ConfigError(
+                    f"{problem}the chat template of {folder} does not use {name}; remove it, or set another "
+                    f"variable of the template: {names}"
+                )
 
     def render(self, prompt: Prompt, tools: Sequence[Tool] = ()) -> str:
         """The conversation as text, after a description of the tools; text becomes a message of the user.
@@ -181,7 +210,11 @@ class ChatTemplate:
     def _render(self, messages: Messages, tools: Sequence[Tool] = ()) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+                list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **self._variables,
             )
         except Exception as error:  # templates raise any type
             reason = " ".join(str(error).split())
@@ -190,6 +223,19 @@ class ChatTemplate:
                 "model's folder"
             ) from error
         return text
+
+
+def _undeclared_variables(template: str | Mapping[str, str]) -> set[str] | None:
+    """The variables that a template, or one of several, does not set itself; None if it cannot be parsed."""
+    import jinja2.meta
+
+    text = template if isinstance(template, str) else "\n".join(template.values())
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        parsed = environment.parse(_GENERATION_TAG.sub("", text))
+    except jinja2.TemplateSyntaxError:
+        return None
+    return jinja2.meta.find_undeclared_variables(parsed) - environment.globals.keys() - _FUNCTIONS
 
 
 def _with_image_placeholders(prompt: Prompt, placeholder: str) -> Prompt:

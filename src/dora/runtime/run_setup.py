@@ -215,7 +215,8 @@ def template_of(config: Config) -> ChatTemplate | None:
     """The template that turns conversations into text; None: prompts are plain text."""
     if not config.data.chat_template:
         return None
-    return ChatTemplate(Path(config.model.path), config.data.system_prompt)
+    data = config.data
+    return ChatTemplate(Path(config.model.path), data.system_prompt, data.chat_template_kwargs)
 
 
 def image_reader(tokenizer: Tokenizer, model: ModelConfig) -> ImageReader | None:

@@ -143,6 +143,9 @@ class ChatCompletionRequest(RequestBody):
     )
     top_logprobs: Literal[0] | None = None
     seed: None = None
+    chat_template_kwargs: JsonObject | None = Field(
+        default=None, description="the run's own, as vLLM's clients send them in extra_body"
+    )
     user: str | None = None  # has no effect, as the next two
     metadata: dict[str, str] | None = None
     store: bool | None = None
@@ -154,9 +157,13 @@ class ChatCompletionRequest(RequestBody):
         return TurnRequest(messages, self.max_tokens or self.max_completion_tokens, tools)
 
     def check(self, context: RunContext) -> None:
-        """Raises ServiceError for parameters that the run does not sample with."""
+        """Raises ServiceError for parameters that the run does not sample or render prompts with."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         check_sampling(context, {"temperature": self.temperature, "top_p": self.top_p, "stop": stop})
+        variables = context.setup.config.data.chat_template_kwargs
+        if self.chat_template_kwargs not in (None, variables):
+            expected = f"data.chat_template_kwargs = {json.dumps(variables)}"
+            raise ServiceError(400, f"chat_template_kwargs must be the run's {expected}; leave it out")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise ServiceError(
                 400, "max_tokens and max_completion_tokens have the same meaning but differ; leave one out"

@@ -114,6 +114,15 @@ def test_an_episode_runs_in_its_worker_and_returns_its_reward(driver: Driver) ->
     assert try_environment(driver.setup) == "first prompt '10:', 3 tokens"
 
 
+def test_a_worker_has_the_variables_of_the_chat_template(tmp_path: Path) -> None:
+    Driver(tmp_path).pool.close()
+    (tmp_path / "start" / "chat_template.jinja").write_text("{{ messages[0].content }}{{ end }}")
+    changes = ["data.chat_template=true", "data.chat_template_kwargs.end=abc"]
+    changes.append(f"env.environment={tmp_path}/echo.py:Echo")
+    setup = RunSetup.make(load.read_config(tmp_path / "task.toml", changes), tmp_path)
+    assert try_environment(setup) == "first prompt '10:abc', 6 tokens"
+
+
 def test_an_episode_is_restored_in_a_worker(tmp_path: Path) -> None:
     driver = Driver(tmp_path, environment=f"{tmp_path}/echo.py:Stored")
     episode = EpisodeId(RequestId(0, 0, 0), 0)

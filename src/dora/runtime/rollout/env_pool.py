@@ -44,7 +44,8 @@ class EnvSpec:
     limits: EpisodeLimits
     model: Path  # folder with the tokenizer
     has_chat_template: bool
-    system_prompt: str | None  # of the chat template
+    system_prompt: str | None  # of the chat template, as the next
+    chat_template_kwargs: Mapping[str, Any]
 
 
 # from the driver to a worker, with `PolicyTurn`
@@ -135,7 +136,9 @@ def _make_codec(spec: EnvSpec) -> TextCodec:
     from dora.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(spec.model)
-    template = ChatTemplate(spec.model, spec.system_prompt) if spec.has_chat_template else None
+    template = None
+    if spec.has_chat_template:
+        template = ChatTemplate(spec.model, spec.system_prompt, spec.chat_template_kwargs)
     encoder = PromptEncoder(tokenizer, template)
     return TextCodec(encoder.encode, encoder.encode_observation, tokenizer.decode)
 
@@ -258,6 +261,7 @@ def env_spec(setup: RunSetup) -> EnvSpec:
         model=Path(config.model.path),
         has_chat_template=config.data.chat_template,
         system_prompt=config.data.system_prompt,
+        chat_template_kwargs=config.data.chat_template_kwargs,
     )
 
 
