@@ -93,6 +93,21 @@ def test_a_message_is_formatted_with_the_chat_template_of_the_model(
     assert (code, out.splitlines()[0]) == (0, "12,18;12,06;06,06=06")
 
 
+def test_variables_of_the_chat_template_are_a_json_object(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{{ start }}")
+    given = ("generate", str(folder), "12,30", "--temperature", "0", "--chat-template-kwargs")
+    code, out, _ = call(capsys, *given, '{"start": ":"}', "--chat")
+    assert (code, out.splitlines()[0]) == (0, "12,18;12,06;06,06=06")
+    for wrong in (("[1]", "--chat"), ('{"start": ":"}',)):
+        assert "give a JSON object together with --chat" in refusal(capsys, *given, *wrong)
+    unused = refusal(capsys, *given, '{"begin": ":"}', "--chat")
+    assert "chat_template_kwargs.begin = ':': the chat template of" in unused
+    assert unused.rstrip().endswith("start")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

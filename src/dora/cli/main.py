@@ -21,6 +21,10 @@ from dora.errors import InputError, RunError
 
 RUN, INSPECT, SIMULATE, TOOLS = "Run", "Inspect a run", "Simulate and plan", "Tools"  # panels of the help
 
+TemplateVariables = Annotated[
+    str, typer.Option(metavar="JSON", help="Variables of the chat template, as data.chat_template_kwargs.")
+]
+
 app = typer.Typer(
     help="Asynchronous reinforcement learning of language models.",
     no_args_is_help=True,
@@ -94,6 +98,7 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Send PROMPT as a user message in the model's chat template.")
     ] = False,
+    chat_template_kwargs: TemplateVariables = "{}",
     num: Annotated[int, typer.Option("--num", "-n", min=1, help="Number of responses.")] = 1,
     max_tokens: Annotated[int, typer.Option(help="Maximum response length (tokens).")] = 256,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: greedy.")] = 1.0,
@@ -133,8 +138,10 @@ def generate(
     }  # fmt: skip
     engine_options = {"kernels": kernels, "device": device, "dtype": dtype}
     responses = tools.generate(
-        model, prompt, sampling, engine_options, seed=seed, num_responses=num, is_chat=chat, as_json=as_json
-    )
+        model, prompt, sampling, engine_options,
+        seed=seed, num_responses=num, is_chat=chat, chat_template_kwargs=chat_template_kwargs,
+        as_json=as_json,
+    )  # fmt: skip
     typer.echo(responses)
 
 
@@ -214,6 +221,7 @@ def sft(
     chat: Annotated[
         bool, typer.Option("--chat", help="Format prompts with the model's chat template.")
     ] = False,
+    chat_template_kwargs: TemplateVariables = "{}",
     epochs: Annotated[float, typer.Option(min=0.0, help="Passes over the rows.")] = 1.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 32,
     held_out: Annotated[
@@ -229,9 +237,9 @@ def sft(
 
     summary = run_sft(
         data, model, out, typer.echo,
-        prompt_key=prompt_key, response_key=response_key, is_chat=chat, num_epochs=epochs,
-        batch_size=batch_size, num_held_out=held_out, lr=lr, warmup_steps=warmup_steps, device=device,
-        seed=seed,
+        prompt_key=prompt_key, response_key=response_key, is_chat=chat,
+        chat_template_kwargs=chat_template_kwargs, num_epochs=epochs, batch_size=batch_size,
+        num_held_out=held_out, lr=lr, warmup_steps=warmup_steps, device=device, seed=seed,
     )  # fmt: skip
     typer.echo(summary)
 

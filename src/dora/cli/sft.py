@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from dora.data.chat import ChatTemplate, PromptEncoder
+from dora.cli.tools import template_of
+from dora.data.chat import PromptEncoder
 from dora.data.dataset import Dataset
 from dora.data.tokenizer import Tokenizer
 from dora.errors import DataError, InputError
@@ -30,6 +31,7 @@ def run_sft(
     prompt_key: str,
     response_key: str,
     is_chat: bool,
+    chat_template_kwargs: str,
     num_epochs: float,
     batch_size: int,
     num_held_out: int,
@@ -48,7 +50,7 @@ def run_sft(
     tokenizer = Tokenizer(model)
     config, flat = load_pretrained(model)
     check_tokenizer(model, tokenizer, config)
-    prompts = PromptEncoder(tokenizer, ChatTemplate(model) if is_chat else None)
+    prompts = PromptEncoder(tokenizer, template_of(model, is_chat, chat_template_kwargs))
     dataset = Dataset.from_path(data, prompt_key, reserved=())  # no reward function gets the columns
     examples = read_examples(dataset, prompts, tokenizer, response_key, config.max_position_embeddings)
     num_training = len(examples) - num_held_out

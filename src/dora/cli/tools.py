@@ -23,6 +23,7 @@ from dora.core.types import GroupId, RequestId
 from dora.data.chat import ChatTemplate, PromptEncoder
 from dora.data.dataset import read_rows
 from dora.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer, save_bpe_tokenizer
+from dora.data.tool_calls import json_object
 from dora.engine.engine import Engine
 from dora.engine.request import Completion, EngineError, Request, SamplingParams
 from dora.errors import InputError, ModelError, RewardError
@@ -74,15 +75,18 @@ def generate(
     seed: int,
     num_responses: int,
     is_chat: bool,
+    chat_template_kwargs: str,
     as_json: bool,
 ) -> str:
     """Responses to one prompt, as text or as lines of JSON; the k-th is sampled with `seed` + k.
 
     `sampling` has fields of `SamplingParams`, `engine_options` arguments of `Engine`. With `is_chat` the
-    prompt is a user message for the model's chat template. Raises InputError.
+    prompt is a user message for the model's chat template; its variables are a JSON object. Raises
+    InputError.
     """
     context, tokenizer = load_config(folder).max_position_embeddings, Tokenizer(folder)
-    prompt_ids = tuple(PromptEncoder(tokenizer, ChatTemplate(folder) if is_chat else None).encode(prompt))
+    template = template_of(folder, is_chat, chat_template_kwargs)
+    prompt_ids = tuple(PromptEncoder(tokenizer, template).encode(prompt))
     if not prompt_ids:
         raise InputError("the prompt is empty; give at least one token")
     try:
@@ -103,6 +107,17 @@ def generate(
         raise InputError(str(error)) from error
     responses = [_response(completions[request.id], tokenizer) for request in requests]
     return "\n".join(json.dumps(asdict(response)) if as_json else str(response) for response in responses)
+
+
+def template_of(folder: Path, is_chat: bool, variables: str) -> ChatTemplate | None:
+    """The chat template, whose variables are a JSON object; None without --chat. Raises InputError."""
+    found = json_object(variables)
+    if found is None or (found and not is_chat):
+        raise InputError(
+            f"--chat-template-kwargs {variables}: give a JSON object together with --chat, such as "
+            """--chat --chat-template-kwargs '{"enable_thinking": false}'"""
+        )
+    return ChatTemplate(folder, variables=found) if is_chat else None
 
 
 def _complete(
