@@ -32,7 +32,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "dora.full_disk": ("dora.text",),
     "dora.loading": ("dora.errors",),
     "dora.openai_server": ("dora.errors",),
-    "dora.auth_token": ("dora.errors",),
+    "dora.auth_token": ("dora.atomic_file", "dora.errors"),
     "dora.curve": ("dora.auth_token",),
     "dora.config": ("dora.core.types", "dora.errors", "dora.trainer.advantage", "dora.trainer.recipe"),
     "dora.core": ("dora.text",),

@@ -11,11 +11,15 @@ def write_text_atomically(path: Path, text: str) -> None:
     write_bytes_atomically(path, text.encode())
 
 
-def write_bytes_atomically(path: Path, content: bytes, *, fsync: bool = False) -> None:
-    """As `write_text_atomically`; with `fsync` the content survives a loss of power."""
-    draft = path.with_name(path.name + ".draft")
+def write_bytes_atomically(path: Path, content: bytes, *, fsync: bool = False, mode: int = 0o666) -> None:
+    """As `write_text_atomically`; with `fsync` the content survives a loss of power.
+
+    The file has `mode`, less the process's umask, before it has any content.
+    """
+    draft = path.with_name(f"{path.name}.{os.getpid()}.draft")  # two processes may write the same file
+    draft.unlink(missing_ok=True)  # of a killed process with this id
     try:
-        with draft.open("wb") as file:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(content)
             file.flush()
             if fsync:

@@ -5,10 +5,10 @@ Both ends compare tokens in constant time. The connection itself is not encrypte
 
 from __future__ import annotations
 
-import os
 import secrets
 from pathlib import Path
 
+from dora.atomic_file import write_bytes_atomically
 from dora.errors import ConfigError
 
 MIN_LENGTH = 16  # characters
@@ -35,8 +35,4 @@ def read_auth_token(file: str | Path, key: str) -> str:
 
 def write_private_file(file: Path, text: str) -> None:
     """Write a file with mode 0600, replacing an existing one. Readers never see a part of it."""
-    draft = file.with_name(file.name + ".draft")
-    draft.unlink(missing_ok=True)
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as opened:
-        opened.write(text)
-    draft.replace(file)
+    write_bytes_atomically(file, text.encode(), mode=0o600)

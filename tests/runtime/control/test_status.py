@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -211,7 +212,7 @@ def test_a_full_disk_does_not_stop_the_run(run: ObservedRun) -> None:
     run.status.on_event(Published(2, "v2"))
     run.status.update()
     before = run.written
-    (run.out / "status.json.draft").mkdir()  # writing fails as on a full disk
+    (run.out / f"{STATUS_FILE}.{os.getpid()}.draft").mkdir()  # writing fails as on a full disk
     run.status.enter("saving")
     run.status.update()
     assert run.written == before
