@@ -21,7 +21,7 @@ from dora.auth_token import write_private_file
 from dora.core.types import RequestId
 from dora.envs.episode import EpisodeEnded, EpisodeId, PolicyTurn
 from dora.errors import InputError, ServiceError
-from dora.service.client import Address, ApiCall, AsyncClient, Client, _RetryLoop
+from dora.service.client import UNREACHABLE, Address, ApiCall, AsyncClient, Client, _RetryLoop
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 BUSY = b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 0\r\n\r\n"
@@ -250,6 +250,21 @@ def test_the_time_until_a_response_does_not_count_towards_the_timeout(
     with pytest.raises(ServiceError) as error:
         attempt()
     assert error.value.status == 429
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (httpx.ConnectError("refused"), UNREACHABLE),
+        (httpx.ConnectTimeout("no answer"), "server_error"),
+        (httpx.ReadTimeout("no response"), "server_error"),
+    ],
+)
+def test_only_a_refused_connection_is_an_unreachable_service(error: httpx.TransportError, kind: str) -> None:
+    """A machine that is busy accepts late, and its run goes on."""
+    with pytest.raises(ServiceError) as raised:
+        _RetryLoop(ApiCall("GET", "/"), timeout_s=0.0).check_loss(error)
+    assert raised.value.kind == kind
 
 
 def test_an_unreachable_service_raises_after_the_timeout(tmp_path: Path) -> None:

@@ -222,7 +222,8 @@ class _RetryLoop:
         if not self._has_time or not (self._call.is_idempotent or is_unsent):
             what = f"{self._call.method} {self._call.path} had no response ({error!r})"
             what += f" within {self._timeout_s:g} s; is the run over?"
-            raise ServiceError(503, what, UNREACHABLE if is_unsent else "") from error
+            is_unreachable = isinstance(error, httpx.ConnectError)  # a timeout: the machine may be busy
+            raise ServiceError(503, what, UNREACHABLE if is_unreachable else "") from error
 
     def next_backoff_s(self) -> float:
         """How long to wait before the next attempt; random, so that many clients do not retry at once."""
