@@ -332,7 +332,7 @@ class _Session:
             self._metrics.stop(executor.now)
             raise
         finally:
-            self._live.is_training = False
+            self._live.is_training = self._executor.is_paused = False
             self._count_cpu(False)
         self._warn_of_length_drift()
         self._status.enter("saving")

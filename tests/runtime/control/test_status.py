@@ -170,7 +170,8 @@ def test_a_worker_without_a_free_slot_is_logged_once_and_part_of_the_wait_graph(
     run.status.update()
     assert not run.notices
     run.executor.now += 2 * SLOT_WAIT_S
-    for _ in range(2):
+    for is_paused in (False, True, False):  # nor again after a pause
+        run.executor.is_paused = is_paused
         run.status.update()
     assert run.notices == ["reward worker 0 cannot start yet: the cluster has no free slot for it"]
     waits = [(wait["waiter"], wait["target"]) for wait in run.written["waits"]]

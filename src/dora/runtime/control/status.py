@@ -119,7 +119,8 @@ class StatusWriter:
         if self._idle_s > self._stall_after_s and not self._is_stall_reported:
             self._is_stall_reported = True
             self.report(f"no progress for {self._idle_s:.0f} s", waits)
-        self._report_slot_waits(waits)
+        if not self._executor.is_paused:  # a pause has no wait-for graph
+            self._report_slot_waits(waits)
         self._write("running", "", waits)
 
     def report(self, what: str, waits: Sequence[WaitEdge] | None = None) -> None:
