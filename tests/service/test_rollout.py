@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 from tests.service.fake_run import FakeRun, serve
+from tests.service.test_client import ended_response, responding
 
-from dora.core.types import RequestId
+from dora.core.types import GroupId, RequestId
 from dora.envs.episode import EpisodeEnded, EpisodeFailed, EpisodeId, EpisodeStarted, PolicyTurn
 from dora.errors import InputError, RunError
 from dora.service import rollout
@@ -155,6 +156,54 @@ def test_a_reward_out_of_range_fails_its_episode(run: FakeRun) -> None:
     ends, model = roll_out(run, AGENT + "print(1e9)")
     assert ends == {"ended by the run: reward: Input should be less than or equal to 1000000": 2}
     assert [type(end) for end in model.ends] == [EpisodeFailed, EpisodeFailed]
+
+
+def test_an_episode_that_is_opened_while_everything_stops_is_not_kept(run: FakeRun) -> None:
+    """The first command cannot start; the others wait for its episode, which the next one gets at once."""
+    run.agents.start(EpisodeId(RequestId(0, 3, 1), 0), version=0)
+    is_over = threading.Event()
+
+    def drive() -> None:
+        while not is_over.wait(0.0001):
+            run.process()
+
+    driver = threading.Thread(target=drive)
+    driver.start()
+    try:
+        for _ in range(5):
+            with pytest.raises(InputError, match="cannot start no-such-agent"):
+                Rollout(
+                    ["no-such-agent"], Address.of_run(run.setup.out), run.setup.out, 4, 9.0, print
+                ).run_all()
+            assert (run.agents.num_waiting, run.agents.num_sessions) == (1, 0)
+    finally:
+        is_over.set()
+        driver.join()
+
+
+def test_a_session_that_has_ended_by_a_resume_is_replaced_by_another(tmp_path: Path) -> None:
+    """The request for it is repeated, because its response was lost."""
+    ended = ended_response("resumed").replace(b"run_", b"the_")  # that of the session, not of the run
+    with responding(ended, ended_response("finished")) as (url, requests):
+        assert not Rollout(["true"], Address(url, "x", 9.0, tmp_path), tmp_path, 1, 9.0, print).run_all()
+    first, second = (line.split("?")[0] for line in requests)
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("1\0", "DORA_PROMPT of group 0/3: it has a NUL character, .* change the row of the dataset"),
+        ("1" * 2**17, "DORA_PROMPT of group 0/3: it has 131085 bytes, .* can have 131072"),
+    ],
+)
+def test_a_row_that_no_environment_variable_can_have_is_named(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch, prompt: str, reason: str
+) -> None:
+    monkeypatch.setattr(type(run.setup.source_of(GroupId(0, 3))), "prompt", lambda *_: prompt)
+    with pytest.raises(InputError, match=reason):
+        roll_out(run, AGENT, num_episodes=1)
+    assert (run.agents.num_waiting, run.agents.num_sessions) == (1, 0)
 
 
 def test_a_service_that_is_gone_ends_everything(run: FakeRun) -> None:

@@ -17,6 +17,7 @@ import math
 import os
 import shutil
 import signal
+import uuid
 from asyncio.subprocess import Process
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -29,11 +30,14 @@ from dora.service.client import RETRY_STATUSES, UNREACHABLE, Address, AsyncClien
 from dora.text import plural
 
 OPEN_WAIT_S = 30.0  # of one request for an episode; it is repeated until the run ends
+ABANDON_S = 10.0  # for the end of a session that its lease would end later
 REMOVAL_S = 30.0  # for a container
 REPORT_S = 10.0  # between two lines about the progress
 FOLDER = "rollouts"  # in the folder of the run: the output of each command
 MAX_TAIL_BYTES = 4096  # of an output whose last line may be the reward
 MAX_FAILURES = 3  # of commands in a row that ended without a turn, which stop everything
+MAX_VARIABLE_BYTES = 128 * 1024  # of an environment variable in Linux, with its name and two other bytes
+SESSION_ENDED = 410
 
 
 class CommandEnd(NamedTuple):
@@ -88,11 +92,14 @@ class Rollout:
     async def _run_episodes(self, client: AsyncClient, ends: Counter[str]) -> None:
         num_failures = 0
         while True:
+            name = uuid.uuid4().hex
             try:
-                session = await client.open_session(wait_s=OPEN_WAIT_S)
+                session = await client.open_session(name, wait_s=OPEN_WAIT_S)
             except ServiceError as error:
                 if error.kind.startswith("run_"):
                     return
+                if error.status == SESSION_ENDED:
+                    continue  # the response was lost, and the session ended with the run before a resume
                 if error.status not in RETRY_STATUSES:
                     raise InputError(str(error)) from error
                 if not self.address.is_served:
@@ -100,17 +107,20 @@ class Rollout:
                 if error.kind == UNREACHABLE:
                     raise RunError(str(error)) from error
                 continue  # no episode is waiting
+            except asyncio.CancelledError:
+                await _abandon(client, name)  # the service may have opened it
+                raise
             try:
                 end = await self._run_command(client, session)
-                ended, num_turns = await self._end_session(client, session["session"], end)
+                ended, num_turns = await self._end_session(client, name, end)
             except ServiceError as error:
                 if error.kind.startswith("run_"):
                     return
                 ended, num_turns = f"ended by the run: {error}", 1
                 if error.status not in RETRY_STATUSES:
-                    await _abandon(client, session["session"])  # it is open if its reward was refused
+                    await _abandon(client, name)  # it is open if its reward was refused
             except BaseException:  # bad input, another command stops everything, or Ctrl-C
-                await _abandon(client, session["session"])
+                await _abandon(client, name)
                 raise
             ends[ended] += 1
             num_failures = num_failures + 1 if num_turns == 0 else 0
@@ -190,16 +200,34 @@ class Rollout:
 
     def _environment(self, session: Mapping[str, Any], reward_file: Path) -> dict[str, str]:
         prompt, base_url = session["prompt"], f"{self.address.url}/s/{session['session']}"
+        row = {
+            "DORA_PROMPT": prompt if isinstance(prompt, str) else json.dumps(prompt),
+            "DORA_FIELDS": json.dumps(session["fields"]),
+        }
+        for variable, value in row.items():
+            if reason := _why_no_variable(variable, value):
+                raise InputError(
+                    f"{variable} of group {session['group']}: {reason}; change the row of the dataset"
+                )
         return {
             "OPENAI_BASE_URL": f"{base_url}/v1",
             "OPENAI_API_KEY": self.address.token,
             "ANTHROPIC_BASE_URL": base_url,
             "ANTHROPIC_API_KEY": self.address.token,
             "DORA_SESSION": str(session["session"]),
-            "DORA_PROMPT": prompt if isinstance(prompt, str) else json.dumps(prompt),
-            "DORA_FIELDS": json.dumps(session["fields"]),
+            **row,
             "DORA_REWARD_FILE": str(reward_file.resolve()),
         }
+
+
+def _why_no_variable(name: str, value: str) -> str:
+    """Why a value cannot be that of an environment variable; empty if it can."""
+    num_bytes = len(f"{name}={value}\0".encode(errors="surrogatepass"))
+    if num_bytes > MAX_VARIABLE_BYTES:
+        return f"it has {num_bytes} bytes, and an environment variable can have {MAX_VARIABLE_BYTES}"
+    if "\0" in value:
+        return "it has a NUL character, which no environment variable can have"
+    return ""
 
 
 def docker_create(
@@ -289,9 +317,10 @@ def describe(ends: Counter[str]) -> str:
 
 
 async def _abandon(client: AsyncClient, session: str) -> None:
-    """End a session, if it has not ended."""
-    with contextlib.suppress(ServiceError):
-        await client.abandon_session(session)
+    """End a session, if it is open and the service responds."""
+    with contextlib.suppress(ServiceError, TimeoutError):
+        async with asyncio.timeout(ABANDON_S):
+            await client.abandon_session(session)
 
 
 async def _renew_lease(client: AsyncClient, session: str, interval_s: float) -> None:
