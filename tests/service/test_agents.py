@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,8 @@ from dora.envs.episode import (
     PolicyTurn,
 )
 from dora.runtime.process.supervisor import DriverClock
-from dora.runtime.rollout.agent_sessions import AgentSessions, ChatMessage, TurnRequest
+from dora.runtime.rollout.agent_sessions import MAX_ENDED, AgentSessions, ChatMessage, TurnRequest
+from dora.runtime.run_dir import SESSIONS
 from dora.service import agents
 
 EPISODE = EpisodeId(RequestId(0, 3, 1), 0)
@@ -230,6 +232,60 @@ def test_a_name_opens_no_other_episode_after_a_resume(run: FakeRun) -> None:
         body = {"messages": [USER]} if path.startswith("chat") else {"prompt": "13:"}
         assert "the run was resumed" in error_message(run.call("POST", f"/s/a/v1/{path}", json=body), 410)
     assert run.call("PUT", "/v1/sessions/b").status_code == 200
+
+
+def resume(run: FakeRun) -> None:
+    """The sessions of a process that resumes the run, with one waiting episode."""
+    run.context.agent_sessions = AgentSessions(run.setup, run.messages, DriverClock(), print)
+    run.agents.start(EPISODE, version=4)
+
+
+def test_the_name_of_a_refused_first_request_is_not_recorded(run: FakeRun) -> None:
+    run.agents.start(EPISODE, version=4)
+    for _ in range(2):
+        refused = run.call("POST", "/s/a/v1/completions", json={"prompt": "1" * 9000})
+        assert "9000 characters" in error_message(refused, 400)
+    assert not (run.setup.out / SESSIONS).exists()
+    resume(run)
+    run.ask("/s/a/v1/completions", {"prompt": "13:"}, turn_of(run, "7"))
+    assert (run.setup.out / SESSIONS).read_text().split() == ["a"]
+    resume(run)
+    assert "the run was resumed" in error_message(complete(run, [USER]), 410)
+
+
+def test_a_resumed_run_knows_all_earlier_sessions(run: FakeRun) -> None:
+    (run.setup.out / SESSIONS).write_text("\n".join(["a", *(f"b{i}" for i in range(MAX_ENDED))]))
+    resume(run)
+    assert "the run was resumed" in error_message(run.call("PUT", "/v1/sessions/a"), 410)
+
+
+def test_a_session_whose_name_cannot_be_recorded_is_opened_by_a_repeated_request(run: FakeRun) -> None:
+    file = run.setup.out / SESSIONS
+    file.mkdir()  # writing fails as on a full disk
+    run.agents.start(EPISODE, version=4)
+    for method, path, body in (
+        ("PUT", "/v1/sessions/a", None),
+        ("POST", "/s/b/v1/completions", {"prompt": "13:"}),
+    ):
+        if method == "POST":
+            run.agents.start(EpisodeId(RequestId(0, 3, 0), 0), version=4)
+        response = run.call(method, path, json=body)
+        assert (response.status_code, run.replies()) == (503, [])
+        assert "free disk space" in response.text
+    file.rmdir()
+    assert run.call("PUT", "/v1/sessions/a").json()["sibling"] == 1
+    assert run.call("PUT", "/v1/sessions/b").json()["sibling"] == 0
+    assert file.read_text().split() == ["a", "b"]
+
+
+@pytest.mark.parametrize("fsync", ["true", "false"])
+def test_names_survive_a_loss_of_power_if_the_journal_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: str
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(f"/proc/self/fd/{file}").read_text()))
+    open_session(FakeRun(tmp_path, service__agents="true", journal__fsync=fsync))
+    assert synced == (["\na"] if fsync == "true" else [])
 
 
 def test_an_abandoned_episode_fails_only_if_it_has_started(run: FakeRun) -> None:

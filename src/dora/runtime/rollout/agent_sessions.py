@@ -12,6 +12,7 @@ common. A turn of the model always has the tokens that were sampled, also in the
 from __future__ import annotations
 
 import json
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -124,6 +125,7 @@ class AgentSession:
     token_ids: list[int] = field(default_factory=list)  # all others, in the order in which they came
     branches: list[Branch] = field(default_factory=list)
     path: list[int] = field(default_factory=list)  # the tokens of the conversation as it is now
+    is_recorded: bool = False  # its name is in the file of names
     end_reason: str = ""  # set once it has ended, possibly before the driver releases the episode
 
     @property
@@ -214,11 +216,17 @@ class AgentSessions:
 
         Returns None if no episode waits. Raises ServiceError if the session has ended, also before a resume.
         """
+        session = self._open(name)
+        if session is not None:
+            self._record_name(session)
+        return session
+
+    def _open(self, name: str) -> AgentSession | None:
+        """The same; the name is recorded once the first call is accepted."""
         if name in self._sessions or name in self._ended or name in self._earlier:
             return self.get(name)
         if not self._waiting:
             return None
-        self._record_name(name)
         episode = min(self._waiting, key=lambda episode: self._waiting[episode])
         session = AgentSession(name, episode, self._waiting.pop(episode), self._new_deadline_s)
         self._sessions[name] = session
@@ -231,7 +239,7 @@ class AgentSessions:
         Raises ServiceError and DataError as `complete`.
         """
         is_new = name not in self._sessions
-        session = self.open(name)
+        session = self._open(name)
         if session is not None and is_new:
             try:
                 self.complete(name, call)
@@ -375,6 +383,7 @@ class AgentSessions:
                 f"{what} have {len(prompt_ids)} tokens; they must have 1 to data.max_prompt_length = "
                 f"{max_length}; send fewer",
             )
+        self._record_name(session)
         session.prompt_ids, session.path, session.max_tokens = [*prompt_ids], [*prompt_ids], call.max_tokens
         self._send(EpisodeStarted(session.episode, tuple(prompt_ids), call.max_tokens))
 
@@ -464,13 +473,19 @@ class AgentSessions:
             return "".join(message.content for message in messages)
         return [_to_dict(message) for message in messages]
 
-    def _record_name(self, name: str) -> None:
+    def _record_name(self, session: AgentSession) -> None:
         """A client of a session that has ended with its process must not get another episode by its name."""
+        if session.is_recorded:
+            return
         try:
             with self._names_file.open("a") as file:
-                file.write(f"\n{name}")  # first the end of a line that a crash may have cut
+                file.write(f"\n{session.name}")  # first the end of a line that a crash may have cut
+                if self._setup.config.journal.fsync:
+                    file.flush()
+                    os.fsync(file.fileno())
         except OSError as error:
             raise ServiceError(503, f"cannot store the session: {error.strerror}; free disk space") from error
+        session.is_recorded = True
 
     def _session_of(self, episode: EpisodeId) -> AgentSession | None:
         return next((s for s in self._sessions.values() if s.episode == episode), None)
@@ -501,8 +516,8 @@ class AgentSessions:
 
 
 def _read_names(file: Path) -> frozenset[str]:
-    """The latest names of sessions."""
-    return frozenset(file.read_text().split()[-MAX_ENDED:] if file.exists() else ())
+    """The names of all sessions that an earlier process of the run has opened."""
+    return frozenset(file.read_text().split() if file.exists() else ())
 
 
 def _check_length(messages: Sequence[ChatMessage], num_tokens: int, tools: str = "") -> None:
