@@ -353,6 +353,17 @@ def test_turns_of_the_same_text_keep_their_own_tokens(run: FakeRun) -> None:
     assert run.agents.num_retokenized == 0
 
 
+def test_a_turn_whose_tokens_are_no_longer_in_the_conversation_is_counted(run: FakeRun) -> None:
+    """Also one before the history that is continued."""
+    open_session(run)
+    complete_with(run, [USER], "77", reason="turn_length")
+    answer = {"role": "assistant", "content": "77"}
+    run.agents._sessions["a"].token_ids[0] += 1  # which no rule of a session does
+    run.replies()
+    complete_with(run, [USER, answer, NEXT], "8", number=1)
+    assert run.agents.num_retokenized == 1
+
+
 def test_text_completions_continue_the_sampled_tokens(run: FakeRun) -> None:
     run.agents.start(EPISODE, version=4)
 
@@ -380,6 +391,18 @@ def test_a_text_completion_of_the_text_so_far_continues_the_sampled_tokens(run: 
     run.replies()
     run.ask("/s/a/v1/completions", {"prompt": "13:77"}, turn_of(run, "8", 1))
     assert run.replies() == [EpisodeBranched(EPISODE, 0, (*ids(run, "13:"), *sampled), 0, 6)]
+
+
+def test_a_text_continues_the_latest_of_the_conversations_with_this_text(run: FakeRun) -> None:
+    """Both have the text "13:77"; the tokens of the latest have an end token, too."""
+    run.agents.start(EPISODE, version=4)
+    run.ask("/s/a/v1/completions", {"prompt": "13:"}, turn_of(run, "77", reason="turn_length"))
+    run.replies()
+    latest = replace(turn_of(run, "", 1), token_ids=[*ids(run, "7"), run.setup.tokenizer.eos_id])
+    run.ask("/s/a/v1/completions", {"prompt": "13:7"}, latest)
+    run.replies()
+    run.ask("/s/a/v1/completions", {"prompt": "13:77,"}, turn_of(run, "8", 2))
+    assert run.replies() == [EpisodeObservation(EPISODE, 1, ids(run, ","))]
 
 
 def test_a_repeated_text_completion_without_text_has_the_same_response(run: FakeRun) -> None:

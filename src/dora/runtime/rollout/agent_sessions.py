@@ -450,7 +450,10 @@ class AgentSessions:
         else:
             end = base.answer.turn.token_ids
             token_ids = session.path_to(base.end) + prompts.encode_observation(new, end, turns)
-        self.num_retokenized += sum(not _contains(token_ids, ids) for ids in turns.values())
+        data = np.array(token_ids, np.int32).tobytes()
+        self.num_retokenized += sum(
+            not any(_contains(data, ids) for ids in _sampled_as(session, _key(messages[i]))) for i in sampled
+        )
         return token_ids
 
     @staticmethod
@@ -462,7 +465,7 @@ class AgentSessions:
         for past in session.turns:
             text = "".join(each.content for each in past.history)
             has_text = past.answer.text != "" or text != message.content  # else the past call is repeated
-            if num_known < len(text) and has_text and message.content.startswith(text):
+            if max(1, num_known) <= len(text) and has_text and message.content.startswith(text):
                 known, num_known = past.history, len(text)
         messages = (*known, message._replace(content=message.content[num_known:]))
         return replace(call, messages=messages, is_text=False)
@@ -555,10 +558,14 @@ def _to_dict(message: ChatMessage) -> dict[str, Any]:
     return fields
 
 
-def _contains(token_ids: Sequence[int], part: Sequence[int]) -> bool:
-    """Whether the tokens contain these tokens in a row."""
-    size = np.dtype(np.int32).itemsize
-    data, wanted = np.array(token_ids, np.int32).tobytes(), np.array(part, np.int32).tobytes()
+def _sampled_as(session: AgentSession, key: MessageKey) -> list[list[int]]:
+    """The tokens of all turns that a client sends back as the same message."""
+    return [past.answer.turn.token_ids for past in session.turns if key in past.answer.keys]
+
+
+def _contains(data: bytes, part: Sequence[int]) -> bool:
+    """Whether int32 tokens, as bytes, contain these tokens in a row."""
+    size, wanted = np.dtype(np.int32).itemsize, np.array(part, np.int32).tobytes()
     at = data.find(wanted)
     while at % size and at >= 0:
         at = data.find(wanted, at + 1)
