@@ -22,7 +22,7 @@ from dora.core.types import GroupId, RequestId
 from dora.envs.episode import EpisodeEnded, EpisodeFailed, EpisodeId, EpisodeStarted, PolicyTurn
 from dora.errors import InputError, RunError
 from dora.service import rollout
-from dora.service.client import Address
+from dora.service.client import Address, AsyncClient
 from dora.service.rollout import Rollout, create_container, describe
 
 AGENT = """
@@ -158,27 +158,19 @@ def test_a_reward_out_of_range_fails_its_episode(run: FakeRun) -> None:
     assert [type(end) for end in model.ends] == [EpisodeFailed, EpisodeFailed]
 
 
-def test_an_episode_that_is_opened_while_everything_stops_is_not_kept(run: FakeRun) -> None:
-    """The first command cannot start; the others wait for its episode, which the next one gets at once."""
+async def test_a_cancelled_request_for_a_session_leaves_none_open(run: FakeRun) -> None:
+    """The service opens it, and the response comes too late."""
     run.agents.start(EpisodeId(RequestId(0, 3, 1), 0), version=0)
-    is_over = threading.Event()
-
-    def drive() -> None:
-        while not is_over.wait(0.0001):
-            run.process()
-
-    driver = threading.Thread(target=drive)
-    driver.start()
-    try:
-        for _ in range(5):
-            with pytest.raises(InputError, match="cannot start no-such-agent"):
-                Rollout(
-                    ["no-such-agent"], Address.of_run(run.setup.out), run.setup.out, 4, 9.0, print
-                ).run_all()
-            assert (run.agents.num_waiting, run.agents.num_sessions) == (1, 0)
-    finally:
-        is_over.set()
-        driver.join()
+    address = Address.of_run(run.setup.out)
+    rollout = Rollout(["no-such-agent"], address, run.setup.out, 1, 9.0, print)
+    async with AsyncClient(address) as client:
+        running = asyncio.create_task(rollout._run_episodes(client, Counter()))
+        while not run.agents.num_sessions:
+            await asyncio.wait([running], timeout=0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert (run.agents.num_waiting, run.agents.num_sessions) == (1, 0)
 
 
 def test_a_session_that_has_ended_by_a_resume_is_replaced_by_another(tmp_path: Path) -> None:
