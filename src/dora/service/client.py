@@ -29,7 +29,7 @@ WEIGHTS_TIMEOUT_S = 900.0  # of weights, which are read, checked and published
 TURN_TIMEOUT_S = 330.0  # of a turn; longer than the service's own timeout
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0  # before a retry; doubles each time
 RETRY_STATUSES = (429, 503)
-UNREACHABLE = "unreachable"  # kind of the error if nobody listens at the address any more
+UNREACHABLE = "unreachable"  # kind of the error if no process listens at the address any more
 SUMMARY = "summary.json"  # in the folder of a run that has ended
 
 

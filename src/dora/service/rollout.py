@@ -67,7 +67,7 @@ class Rollout:
         """Run episodes until the run ends; returns how often they ended in which way.
 
         Raises InputError if the command cannot be started or requests no turn, if the run has no agents, or
-        if there is no Docker for the image; RunError if nobody listens at the address.
+        if there is no Docker for the image; RunError if no process listens at the address.
         """
         if self.image is not None and shutil.which("docker") is None:
             raise InputError(
