@@ -51,6 +51,19 @@ def test_the_same_command_starts_stops_resumes_and_extends_a_run(resumable: Resu
     assert (len(journal(out)), summary(out)["attempts"]) == (num_lines, 3)
     assert "run.steps was 4 and cannot become 3" in refused(resumable, run__steps=3, **CONSTANT)
 
+    metrics, seal = out / "metrics.jsonl", (out / "journal.jsonl").read_text().splitlines()[-1]
+    recorded = metrics.read_text()
+    metrics.write_text(recorded + "\n")
+    for _ in range(2):  # a repeated command does not hide a change after the end
+        assert start(resumable, **four).end().code == 1
+    assert (out / "journal.jsonl").read_text().splitlines()[-1] == seal
+    metrics.write_text(recorded)
+    moved = (out / "checkpoints").rename(out / "exported")
+    ended = start(resumable, **four).end()
+    assert (ended.code, kept_steps(ended)) == (1, False), ended
+    assert "its last checkpoint was removed or is damaged; dora train --resume" in ended.out
+    moved.rename(out / "checkpoints")
+
     assert kept_steps(start(resumable, pace="10ms", **CONSTANT).succeed())
     check_finished(out, start(resumable, pace="10ms", **CONSTANT).end())
     assert summary(out)["attempts"] == 4

@@ -147,7 +147,7 @@ def _run(
             if not auto_resume:
                 raise
             print_notice(console, str(finished).removeprefix("--resume "))
-            return {"stopped": ""}
+            return {"stopped": "", "was_finished": True}
 
     raise typer.Exit(_finish(begun, continue_run))
 
@@ -183,15 +183,16 @@ def _finish(out: Path, execute: Callable[[Console], dict[str, Any]]) -> int:
 
     console = Console()
     try:
-        is_stopped = execute(console)["stopped"]
+        ended = execute(console)
     except InputError:
         raise  # the folder may belong to another run
     except Exception:
         with contextlib.suppress(InputError, OSError):  # for example, no file exists because the disk is full
             audit.write_verdicts(out, audit.check(out))
         raise
-    result = audit.check(out)
-    audit.write_verdicts(out, result)
+    result, is_stopped = audit.check(out), ended["stopped"]
+    if not (result.findings and "was_finished" in ended):  # a new seal would hide a change after the end
+        audit.write_verdicts(out, result)
     console.print(summary_table(out))
     for finding in result.findings[: audit.MAX_PRINTED]:
         print_notice(console, f"the audit found: {finding}")

@@ -301,7 +301,8 @@ class AlgorithmSection(Section):
     """Reward that a response of max_response_length loses (reward)."""
     mask_truncated_responses: bool = False
     """Leave responses that end at their maximum length out of the loss (DAPO's overlong filtering). Rewards,
-    baseline and advantages of their group count them.
+    baseline and advantages of their group count them. An episode that ends because the next observation does
+    not fit is not left out.
     """
     policy_loss: Annotated[str, _name_or_function(get_args(PolicyLoss))] = "ppo_clip"
     """Policy loss. ppo_clip: PPO's clipped loss; dual_clip: the same, bounded for negative advantages;

@@ -118,7 +118,8 @@ def resume(
 ) -> dict[str, Any]:
     """Continue a run that was stopped or killed; see `train`, and `resumed_config` for `given`.
 
-    Raises InputError, with the recorded files unchanged, if it cannot continue.
+    Raises InputError, with what was recorded unchanged, if it cannot continue. With `given`, a run that has
+    finished trains no step again, whatever became of its checkpoints.
     """
     config = resumed_config(run, overrides, given)
     resources.check_devices(config)
@@ -130,7 +131,7 @@ def resume(
     remove_stale_control_dir(run)
     with _control_of(setup) as control:  # from here on no other process drives the run
         if has_recorded_events(run):
-            with _previous_run(setup) as previous:
+            with _previous_run(setup, repeats_steps=given is None) as previous:
                 setup = replace(setup, earlier_schedules=previous.earlier_schedules)
                 return _run(setup, console, control, previous, gateway)
         check_not_begun(run)
@@ -145,9 +146,10 @@ def _inputs(config: Config) -> str:
 
 
 @contextlib.contextmanager
-def _previous_run(setup: RunSetup) -> Iterator[PreviousRun]:
+def _previous_run(setup: RunSetup, repeats_steps: bool) -> Iterator[PreviousRun]:
     """The state that the recorded files give. The journal, which may be long, is not kept in memory."""
-    journal = read_recorded_journal(setup.out, setup.num_prompts, setup.config.run.steps)
+    num_steps = setup.config.run.steps
+    journal = read_recorded_journal(setup.out, setup.num_prompts, num_steps, repeats_steps=repeats_steps)
     path = setup.out / SAMPLES
     if not path.is_file():
         raise InputError(f"--resume {setup.out}: {path} is missing; restore it")

@@ -171,10 +171,13 @@ def has_recorded_events(run: Path) -> bool:
         return any(line.startswith(b'{"seq": 0,') and line.endswith(b"\n") for line in file)
 
 
-def read_recorded_journal(run: Path, num_prompts: int | None, num_steps: int | None = None) -> Journal:
+def read_recorded_journal(
+    run: Path, num_prompts: int | None, num_steps: int | None = None, *, repeats_steps: bool = True
+) -> Journal:
     """The journal of a run to resume. Raises InputError if it cannot be resumed, or has finished.
 
-    `num_steps` is how many steps the resumed run has; None: as many as before.
+    `num_steps` is how many steps the resumed run has; None: as many as before. `repeats_steps`: a run that
+    has finished and whose last checkpoint was removed or is damaged trains the lost steps again.
     """
     journal = read_journal(run)
     if journal.chain_breaks:
@@ -199,10 +202,13 @@ def read_recorded_journal(run: Path, num_prompts: int | None, num_steps: int | N
     is_done = num_steps in (None, last_step) and isinstance(journal.lines[-1].record, Stop)
     if is_done and _has_finished(run):
         last = checkpoint_folders(run / "checkpoints").get(last_step)
+        finished = f"--resume {run}: this run has finished all its {last_step} steps"
         if last is not None and not find_damage(last):
+            raise FinishedRunError(f"{finished}; --set run.steps=N, with a larger N, gives it more")
+        if not repeats_steps:
             raise FinishedRunError(
-                f"--resume {run}: this run has finished all its {last_step} steps; "
-                "--set run.steps=N, with a larger N, gives it more"
+                f"{finished}, and its last checkpoint was removed or is damaged; dora train --resume {run} "
+                "trains the lost steps again"
             )
     return journal
 
