@@ -176,6 +176,17 @@ def test_a_resumed_run_reads_finished_samples(store: SampleStore) -> None:
     assert store.prompts(0) == []
 
 
+def test_a_resumed_run_reads_the_rewards_of_tasks_that_scored_the_whole_group(store: SampleStore) -> None:
+    put_scored(store)
+    assert store.task_rewards(GROUP, 2) == store.task_rewards(GroupId(0, 0), 2) == {}
+    by_task = {"looks": (1.0, 0.0), "length": (3.0, 4.0)}
+    store.score(GROUP, (4.0, 4.0), (None, None), by_task)
+    assert store.task_rewards(GROUP, 2) == by_task
+    assert store.task_rewards(GROUP, 3) == {}
+    store.put(trajectory(2))
+    assert store.task_rewards(GROUP, 3) == {}
+
+
 def test_prompts_of_training_are_read_beside_any_number_of_held_out_ones(store: SampleStore) -> None:
     for row in range(3):
         store.put(trajectory(0, GroupId(-1, row)))

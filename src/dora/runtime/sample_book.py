@@ -178,7 +178,7 @@ class SampleBook:
         group, samples = event.group, self._samples
         if group.is_held_out:
             if isinstance(event, events.GroupScored):
-                samples.score(group, event.rewards, [None] * len(event.rewards))
+                samples.score(group, event.rewards, [None] * len(event.rewards), task_rewards)
             state = f"failed: {event.reason}" if isinstance(event, events.ScoringFailed) else "evaluated"
             samples.set_state([group], state)
         elif isinstance(event, events.GroupScored):

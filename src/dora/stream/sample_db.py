@@ -336,6 +336,18 @@ class SampleStore:
             for k, answer, reward, is_scored, parts, version in rows
         ]
 
+    def task_rewards(self, group: GroupId, group_size: int) -> dict[str, tuple[float, ...]]:
+        """The rewards of a group by each task that has scored all its `group_size` siblings."""
+        rows = self._db.execute(
+            "select coalesce(task_rewards, '{}') from samples where group_id = ? order by sibling",
+            (str(group),),
+        )
+        siblings: list[dict[str, float]] = [json.loads(parts) for (parts,) in rows]
+        if len(siblings) != group_size:
+            return {}
+        tasks = [task for task in siblings[0] if all(task in parts for parts in siblings)]
+        return {task: tuple(parts[task] for parts in siblings) for task in tasks}
+
     def prompts(self, limit: int) -> list[tuple[GroupId, list[int]]]:
         """Token ids of the prompts of up to `limit` training groups, and of as many held-out ones."""
         rows: list[tuple[str, bytes]] = []
