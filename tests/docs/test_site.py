@@ -54,7 +54,9 @@ def test_documented_evaluation_metrics_are_those_of_an_evaluation() -> None:
     )
     for prompt in range(2):
         evaluation.update(GroupScored(GroupId(-8, prompt), (1.0, 0.0, 1.0)))
+        evaluation.task_rewards[GroupId(-8, prompt)] = {"looks": (1.0, 0.0, 1.0)}
     evaluation.lengths.append(3)
+    evaluation.finish()
     measured, documented = evaluation.metrics(), metrics_of("evaluation")
     assert [name for name in measured if not any(metric.matches(name) for metric in documented)] == []
     names = [name for metric in documented for name in metric.names]

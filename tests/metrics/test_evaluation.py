@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 import pytest
@@ -149,3 +150,58 @@ def test_each_source_has_its_own_pass_rates() -> None:
     assert result.to_json()["hard/pass@1"] == 0.25
     assert "easy: sampled 1.000" in result.describe()
     assert [name for name in found if "version" in name] == ["val/version"]
+
+
+ByTask = Mapping[str, Sequence[float]]
+TASKS: ByTask = {"looks": (1.0, 0.5, 0.25), "length": (8.0, 2.0, 4.0)}  # the first response is greedy
+SUMS = (9.0, 2.5, 4.25)
+
+
+def evaluate(*by_task: ByTask, **sources: range) -> EvaluationResult:
+    """A finished evaluation of one prompt more than were scored, which have these rewards by task."""
+    tracker = EvaluationTracker(is_greedy=True, sources=sources)
+    rule = EvaluationRule(4, len(by_task) + 1, 3)
+    assert tracker.update(None, [StartEvaluation(4)], rule) is None
+    for row, own in enumerate(by_task):
+        group = GroupId(-5, row)
+        tracker.task_rewards[group] = own
+        tracker.update(GroupScored(group, SUMS), [], rule)
+    assert tracker.task_rewards == {}
+    result = tracker.update(None, [FinishEvaluation(4)], rule)
+    assert result is not None
+    assert result.task_rewards == {}
+    return result
+
+
+def by_task(result: EvaluationResult) -> dict[str, float]:
+    return {name: value for name, value in result.metrics().items() if name.endswith("/mean")}
+
+
+def test_each_task_has_its_means_in_which_a_prompt_without_rewards_counts_as_0() -> None:
+    result = evaluate(TASKS)
+    assert by_task(result) == {
+        "val/reward/looks/mean": 0.375 / 2,
+        "val/greedy_reward/looks/mean": 1.0 / 2,
+        "val/reward/length/mean": 3.0 / 2,
+        "val/greedy_reward/length/mean": 8.0 / 2,
+    }
+    assert result.sampled == result.metrics()["val/reward/looks/mean"] + 3.0 / 2
+    assert result.to_json()["reward/looks/mean"] == 0.375 / 2
+
+
+def test_each_source_has_the_means_of_its_own_prompts() -> None:
+    other = {task: tuple(2 * reward for reward in own) for task, own in TASKS.items()}
+    found = by_task(evaluate(TASKS, other, easy=range(1), hard=range(1, 2), failed=range(2, 3)))
+    names = ("reward/looks", "easy/reward/looks", "hard/reward/looks", "failed/reward/looks")
+    assert [found[f"val/{name}/mean"] for name in names] == [0.375, 0.375, 0.75, 0.0]
+    assert found["val/hard/greedy_reward/length/mean"] == 16.0
+    assert len(found) == 4 * 2 * 2
+
+
+def test_only_tasks_that_scored_all_scored_prompts_have_means() -> None:
+    """A run of an earlier version did not store the others, and a single reward is not divided."""
+    assert by_task(evaluate(TASKS, {"looks": (0.0, 0.0, 0.0)})).keys() == {
+        "val/reward/looks/mean",
+        "val/greedy_reward/looks/mean",
+    }
+    assert by_task(evaluate(TASKS, {})) == by_task(evaluate({})) == by_task(evaluate()) == {}

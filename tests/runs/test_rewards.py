@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import pytest
 from tests.runs.conftest import StartRun
-from tests.runtime.running import Run, dora, journal, metrics, query, summary
+from tests.runs.resumable import write_held_task
+from tests.runtime.running import Run, dora, journal, metrics, query, summary, undocumented
 from tests.runtime.tiny import REWARD, write_task
 
 FAILING = """
@@ -68,6 +71,13 @@ class = "task.py:Length"
 options = {unit = 0.5}
 weight = -2.0
 """
+EVALUATIONS: dict[str, Any] = {
+    "eval__num_prompts": 2,
+    "eval__num_samples": 2,
+    "eval__greedy": "true",
+    "eval__every": 1,
+    "trainer__lr_decay": "constant",  # so that the run can get more steps
+}
 
 
 def test_rewards_are_summed_also_after_kills_of_the_reward_workers_and_of_the_run(
@@ -92,6 +102,58 @@ def test_rewards_are_summed_also_after_kills_of_the_reward_workers_and_of_the_ru
         total = line["reward/reward/mean"] - 2.0 * line["reward/length/mean"]
         assert line["reward/mean"] == pytest.approx(total)
     assert "12 trained + 0 filtered + 0 failed + 0 pending" in run.audit()
+
+
+def test_an_evaluation_has_the_mean_of_each_reward_after_resumes_within_it_and_after_it(
+    start_run: StartRun, tmp_path: Path
+) -> None:
+    """One of its prompts is scored before the run is killed; the last response to the other is held."""
+    config, fifo = write_held_task(tmp_path, num_scored=5)
+    (tmp_path / "task.py").write_text((tmp_path / "task.py").read_text() + LENGTH)
+    config.write_text(config.read_text() + LENGTH_TASK)
+    run = start_run(config, run__steps=2, eval__path=tmp_path / "prompts.jsonl", **EVALUATIONS)
+    run.wait_until(lambda: num_scored(run.out) == 1, "the first rewards")
+    run.kill()
+    fifo.unlink()
+    Run(None, run.out).succeed()
+    lines = check_evaluations(run.out)
+    Run(None, run.out, run__steps=3).succeed()
+    assert check_evaluations(run.out)[: len(lines)] == lines
+    run.check_records()
+
+    lines = check_evaluations(run.out)
+    query(run.out, "update samples set task_rewards = null where group_id < '0'")  # as earlier versions did
+    Run(None, run.out, run__steps=4).succeed()
+    assert evaluation_lines(run.out)[: len(lines)] == lines
+    first, *_, last = summary(run.out)["evaluations"]
+    assert ("reward/length/mean" in first, "reward/length/mean" in last) == (False, True)
+    run.check_records()
+
+
+def num_scored(out: Path) -> int:
+    """Prompts of the evaluation of version 0 with rewards in the journal."""
+    return sum(line["kind"] == "group_scored" and line["group"][0] == -1 for line in journal(out))
+
+
+def evaluation_lines(out: Path) -> list[dict[str, Any]]:
+    return [line for line in metrics(out) if "val/version" in line]
+
+
+def check_evaluations(out: Path) -> list[dict[str, Any]]:
+    """Each evaluation has the means of both rewards, also in summary.json; returns those of metrics.jsonl."""
+    lines = evaluation_lines(out)
+    found = [{name: line[name] for name in line if name.startswith("val/")} for line in lines]
+    assert [{f"val/{name}": own[name] for name in own} for own in summary(out)["evaluations"]] == found
+    for line in lines:
+        for kind, siblings in (("reward", "sibling > 0"), ("greedy_reward", "sibling = 0")):
+            where = f"group_id like '{-1 - line['val/version']}/%' and {siblings}"
+            rows = query(out, f"select task_rewards from samples where {where}")
+            rewards = [json.loads(by_task) for (by_task,) in rows]
+            means = {task: fmean(own[task] for own in rewards) for task in ("reward", "length")}
+            assert {task: line[f"val/{kind}/{task}/mean"] for task in means} == pytest.approx(means)
+            assert line[f"val/{kind}_mean"] == pytest.approx(means["reward"] - 2.0 * means["length"])
+    assert undocumented(out) == set()
+    return lines
 
 
 def test_a_run_whose_groups_all_fail_stops_with_the_first_traceback_and_resumes_once_corrected(

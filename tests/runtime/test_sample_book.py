@@ -96,13 +96,14 @@ def test_a_held_out_prompt_with_a_failed_request_keeps_no_answers(
     assert {state for _, state, _ in samples.states()} == {"failed: too long"}
 
 
-def test_the_rewards_by_task_of_a_held_out_prompt_are_stored(
+def test_the_rewards_by_task_of_a_held_out_prompt_are_stored_and_kept_for_its_evaluation(
     book: SampleBook, samples: SampleStore, tmp_path: Path
 ) -> None:
     group, by_task = GroupId(-1, 3), {"looks": (1.0, 0.5), "length": (3.0, 4.0)}
     for sibling in range(2):
         finish(book, sibling, group)
     book.record_scores(GroupScored(group, (4.0, 4.5)), by_task)
+    assert (book.task_rewards, book.rewards) == ({group: by_task}, {})
     assert samples.task_rewards(group, 2) == by_task
     samples.commit()
     assert query(tmp_path, "select state, advantage from samples") == [("evaluated", None)] * 2

@@ -33,6 +33,9 @@ class EvaluationResult:
     num_responses: int  # to each prompt
     is_greedy: bool
     rewards: dict[GroupId, tuple[float, ...]] = field(default_factory=dict)
+    # -> rewards by task, if there are several; empty once the evaluation has finished
+    task_rewards: dict[GroupId, Mapping[str, Sequence[float]]] = field(default_factory=dict)
+    task_means: Mapping[str, float] = field(default_factory=dict)  # metrics of a finished evaluation
     lengths: list[int] = field(default_factory=list)  # tokens; of sampled responses, if there are any
     sources: Mapping[str, range] = field(default_factory=dict)  # -> rows of the held-out prompts
 
@@ -42,6 +45,21 @@ class EvaluationResult:
             self.rewards[event.group] = event.rewards
         elif event.request.sibling >= self.shown_sibling:
             self.lengths.append(event.num_tokens)
+
+    def finish(self) -> None:
+        """Compute the mean of each task that scored all scored prompts, and drop the rewards by task."""
+        scored = [*self.task_rewards.values()]
+        tasks = [task for task in next(iter(scored), {}) if all(task in own for own in scored)]
+        means: dict[str, float | None] = {}
+        for task in tasks:
+            rewards = {group: tuple(own[task]) for group, own in self.task_rewards.items()}
+            whole = replace(self, rewards=rewards)
+            parts = {"": whole} | {f"{name}/": part for name, part in whole.by_source().items()}
+            for prefix, part in parts.items():
+                means[f"val/{prefix}reward/{task}/mean"] = part.sampled
+                means[f"val/{prefix}greedy_reward/{task}/mean"] = part.greedy
+        self.task_means = {name: mean for name, mean in means.items() if mean is not None}
+        self.task_rewards = {}
 
     @property
     def greedy(self) -> float | None:
@@ -81,6 +99,7 @@ class EvaluationResult:
         found: dict[str, float] = {VERSION_KEY: self.version, "val/num_failed": self.num_failed}
         means = {"val/reward_mean": self.sampled, "val/greedy_reward_mean": self.greedy}
         found |= {name: mean for name, mean in means.items() if mean is not None}
+        found |= self.task_means
         for name, (value, low, high) in self.pass_rates().items():
             found |= {f"val/{name}": value, f"val/{name}_low": low, f"val/{name}_high": high}
         if self.lengths:
@@ -91,12 +110,14 @@ class EvaluationResult:
         return found
 
     def by_source(self) -> dict[str, EvaluationResult]:
-        """The results of each source, without lengths; empty with one dataset."""
+        """The results of each source, without lengths and tasks; empty with one dataset."""
         return {
             name: replace(
                 self,
                 num_prompts=len(rows),
                 rewards={group: own for group, own in self.rewards.items() if group.row in rows},
+                task_rewards={},
+                task_means={},
                 lengths=[],
                 sources={},
             )
@@ -158,6 +179,8 @@ class EvaluationTracker:
 
     is_greedy: bool
     sources: Mapping[str, range] = field(default_factory=dict)  # -> rows of the held-out prompts
+    # Of scored prompts, by task, if there are several; `update` removes those of the prompt that it reads.
+    task_rewards: dict[GroupId, Mapping[str, Sequence[float]]] = field(default_factory=dict)
     finished: list[EvaluationResult] = field(default_factory=list)
     _running: EvaluationResult | None = None
 
@@ -171,10 +194,13 @@ class EvaluationTracker:
             or (isinstance(event, GroupScored) and event.group.is_held_out)
         ):
             running.update(event)
+            if isinstance(event, GroupScored):
+                running.task_rewards[event.group] = self.task_rewards.pop(event.group, {})
         finished = None
         for action in actions:
             if isinstance(action, FinishEvaluation):
                 assert running is not None, "an evaluation finished without having started"
+                running.finish()
                 self.finished.append(finished := running)
                 self._running = None
             elif isinstance(action, StartEvaluation) and rule is not None:

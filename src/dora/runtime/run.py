@@ -261,15 +261,12 @@ class _Session:
         self._finished_steps: list[StepRecord] = []  # not written to metrics.jsonl yet
         self._due_checkpoint: str | None = None  # the orchestrator's snapshot to save
         self._executor = ProcessExecutor(setup, self._console.notice, previous)
-        self._evaluations = (
-            previous.evaluations
-            if previous
-            else EvaluationTracker(config.eval.greedy, setup.held_out_sources)
-        )
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._executor.close)
             book, state = self._executor.sample_book, self._orchestrator.snapshot
             self._failure_guard = FailureGuard(config, state())
+            of_tracker = config.eval.greedy, setup.held_out_sources, book.task_rewards
+            self._evaluations = previous.evaluations if previous else EvaluationTracker(*of_tracker)
             migrations = MigrationMetrics(lambda group: len(setup.prompt_ids(group)))
             self._metrics = previous.metrics if previous else RunMetrics(setup.limits, book, migrations)
             self._live = LiveRun(setup, self._executor, state, self._metrics)

@@ -42,7 +42,8 @@ class SampleBook:
         # Tokens that the policy generated, by sibling, of untrained groups.
         self.num_tokens: dict[GroupId, dict[int, int]] = {}
         self.rewards: dict[GroupId, tuple[float, ...]] = {}  # of scored, untrained groups
-        self.task_rewards: dict[GroupId, TaskRewards] = {}  # their terms, if there are several reward tasks
+        # Their terms, if there are several reward tasks; of a held-out prompt until its event is handled.
+        self.task_rewards: dict[GroupId, TaskRewards] = {}
         self.episode_rewards: dict[RequestId, float] = {}  # of episodes whose group is not scored
         self.partial_outputs = PartialOutputs(setup.out / FILE_NAME)
         self.failed_episodes: set[RequestId] = set()  # by environment or agent, until `RequestFailed`
@@ -166,9 +167,10 @@ class SampleBook:
         if isinstance(event, events.GroupScored) and (reason := invalid_rewards_reason(event.rewards)):
             event = events.ScoringFailed(event.group, reason)
         self.store_scores(event, task_rewards)
-        if isinstance(event, events.GroupScored) and not event.group.is_held_out:
-            self.rewards[event.group] = event.rewards
+        if isinstance(event, events.GroupScored):
             self.task_rewards[event.group] = task_rewards or {}
+            if not event.group.is_held_out:
+                self.rewards[event.group] = event.rewards
         return event
 
     def store_scores(

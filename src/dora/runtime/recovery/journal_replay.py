@@ -174,12 +174,15 @@ class _JournalReplay:
         num_steps: int,
     ) -> None:
         """`voided` are the lines of training steps that are redone; the run began with `num_steps` steps."""
-        self._config = setup.config
+        self._config, self._samples = setup.config, samples
+        self._has_several_tasks = len(setup.config.reward_weights) > 1
         self.orchestrator = TimedOrchestrator(replace(setup.limits, num_steps=num_steps))
         self.sample_book = SampleBook(setup, samples)
         migrations = MigrationMetrics(lambda group: len(setup.prompt_ids(group)))
         self.metrics = RunMetrics(setup.limits, self.sample_book, migrations)
-        self.evaluations = EvaluationTracker(setup.config.eval.greedy, setup.held_out_sources)
+        self.evaluations = EvaluationTracker(
+            setup.config.eval.greedy, setup.held_out_sources, self.sample_book.task_rewards
+        )
         self.unrecorded_actions: list[Action] = []
         self._num_replayed = 0  # lines
         self._journal, self._voided, self._checkpoint = setup.out / JOURNAL_FILE, voided, checkpoint
@@ -253,6 +256,8 @@ class _JournalReplay:
                 book.mark_discarded(request.group, f"failed: {reason}")
             case GroupScored(group, rewards) if not group.is_held_out:
                 book.rewards[group] = rewards
+            case GroupScored(group, rewards) if group.is_held_out and self._has_several_tasks:
+                book.task_rewards[group] = self._samples.task_rewards(group, len(rewards))
             case Trained(step) if is_void:
                 metrics.redone_steps += 1
                 metrics.redone_tokens += sum(
