@@ -107,8 +107,8 @@ def test_a_usage_error_exits_with_2(capsys: pytest.CaptureFixture[str], argument
 
 
 def test_bad_input_exits_with_2_and_no_traceback(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    err = refusal(capsys, "train", str(EXAMPLE), "--out", str(tmp_path / "run"), "--steps", "0")
-    assert "run.steps = 0" in err
+    err = refusal(capsys, "train", str(EXAMPLE), "--out", str(tmp_path / "run"), "--steps", "-1")
+    assert "run.steps = -1" in err
     assert "Traceback" not in err
     assert not (tmp_path / "run").exists()
 

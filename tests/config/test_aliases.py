@@ -98,6 +98,7 @@ def test_every_alias_leads_to_an_existing_key(alias: KeyAlias) -> None:
             "generator.chat_template_kwargs is data.chat_template_kwargs here",
         ),
         ("actor_rollout_ref.rollout.temperature=1.0", "temperature is sampling.temperature here"),
+        ("actor_rollout_ref.rollout.val_kwargs.top_p=0.95", "top_p is eval.top_p here"),
     ],
 )
 def test_an_override_with_a_key_of_another_trainer_is_refused_with_ours(
@@ -110,9 +111,8 @@ def test_an_override_with_a_key_of_another_trainer_is_refused_with_ours(
 @pytest.mark.parametrize(
     ("override", "ours"),
     [
-        ("eval.temperature=0.6", "sampling.temperature"),
-        ("actor_rollout_ref.rollout.val_kwargs.top_p=0.95", "sampling.top_p"),
         ("eval.max_response_length=4096", "sampling.max_response_length"),
+        ("actor_rollout_ref.rollout.val_kwargs.stop=x", "sampling.stop"),
     ],
 )
 def test_a_sampling_key_of_evaluations_is_refused_as_one_that_also_changes_training(

@@ -134,7 +134,7 @@ def test_the_error_for_an_unknown_section_names_the_nearest(file: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("run.steps=0", "run.steps = 0: input should be greater than or equal to 1"),
+        ("run.steps=-1", "run.steps = -1: input should be greater than or equal to 0"),
         ("trainer.lr=0", "trainer.lr = 0: input should be greater than 0"),
         ("trainer.lr=nan", "trainer.lr = nan: input should be a finite number"),
         ("run.steps=true", "run.steps = True: input should be a valid integer"),
@@ -175,7 +175,7 @@ def test_a_section_must_be_a_table(file: Path) -> None:
 
 
 def test_all_mistakes_are_named_at_once(file: Path) -> None:
-    message = error_of(file, "run.steps=0", "trainer.lr=-1")
+    message = error_of(file, "run.steps=-1", "trainer.lr=-1")
     assert "run.steps" in message
     assert "trainer.lr" in message
 
@@ -447,3 +447,29 @@ def test_the_printed_defaults_are_toml_and_describe_every_key() -> None:
     for _, key, field in iter_keys():
         assert field.description
         assert f"\n{key} = " in text or f"\n# {key} = " in text
+
+
+def test_an_evaluation_needs_no_settings_of_a_trainer(file: Path) -> None:
+    trainer = "num_ranks = 2\nmicro_batch_tokens = 9\n"
+    text = file.read_text().replace("[trainer]\n", f"[trainer]\n{trainer}")
+    file.write_text(text + '[algorithm]\nkl_loss_coef = 0.1\n[eval]\npath = "gcd"\nevery = 5\n')
+    assert "micro_batch_tokens = 9" in error_of(file)
+    config = read_config(file, ["eval.num_samples=4"], only_evaluates=True)
+    assert (config.run.steps, config.trainer.device, config.trainer.num_ranks) == (0, "cpu", 1)
+    assert (config.eval.num_samples, config.algorithm.kl_loss_coef) == (4, 0.0)
+    without = text.partition("[trainer]")[0].replace("[run]\nsteps = 10\n", "")
+    file.write_text(without + '[eval]\npath = "gcd"\n')
+    assert read_config(file, only_evaluates=True).run.steps == 0
+
+
+def test_a_run_without_steps_needs_held_out_prompts(file: Path) -> None:
+    assert "run.steps = 0: the run only evaluates" in error_of(file, "run.steps=0")
+    assert "run.steps = 0" in error_of(file, "run.steps=0", "eval.path=gcd", "eval.num_prompts=0")
+
+
+def test_evaluations_may_sample_in_another_way(file: Path) -> None:
+    config = read_config(file, ["eval.path=gcd", "eval.top_p=0.9", "sampling.temperature=0.8"])
+    assert (config.eval_sampling.top_p, config.sampling.top_p) == (0.9, 1.0)
+    assert config.eval_sampling.temperature == 0.8
+    overrides = ("eval.path=gcd", "eval.num_samples=0", "eval.top_p=0.9")
+    assert "eval.top_p has no effect with eval.num_samples = 0" in error_of(file, *overrides)

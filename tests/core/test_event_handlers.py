@@ -194,7 +194,7 @@ def test_what_an_engine_rejects_is_not_generated_again() -> None:
     ("changes", "message"),
     [
         ({"max_retries": -1}, "max_retries = -1 must be at least 0"),
-        ({"num_steps": 0}, "num_steps = 0"),
+        ({"num_steps": -1}, "num_steps = -1"),
         ({"batch_size": 0}, "batch_size = 0"),
         ({"group_size": 0}, "group_size = 0"),
         ({"max_staleness": -1}, "max_staleness = -1"),

@@ -1,4 +1,4 @@
-"""Evaluations in whole runs: crashes meanwhile lose no response."""
+"""Evaluations in whole runs and without training: crashes meanwhile lose no response."""
 
 from __future__ import annotations
 
@@ -130,3 +130,37 @@ def test_an_evaluation_before_or_after_training_continues_after_a_resume(
     assert None not in (s["eval_before"], s["eval_after"], s["eval_length_p50_before"])
     assert f"after training (version {LAST}, 7 held-out prompts): sampled" in ended.out
     assert json.loads((out / "status.json").read_text())["phase"] == "finished"
+
+
+def test_an_evaluation_without_training_survives_a_crash_and_a_resume(task: Path, tmp_path: Path) -> None:
+    """It is a run without steps: nearly greedy responses have the rewards of the greedy one."""
+    changes: dict[str, Any] = {
+        "eval__path": task.parent / "prompts.jsonl",
+        "eval__num_prompts": 7,
+        "eval__num_samples": 3,
+        "eval__temperature": 1e-3,
+        "engine__max_num_seqs": 2,
+        "engine__min_step_time": "25ms",
+    }
+    options = ("--model", str(task.parent / "start"))
+    run = Run(task, tmp_path / "run", command="eval", options=options, **changes)
+
+    def finished() -> list[tuple[int, ...]]:
+        return [tuple(line["request"]) for line in journal(run.out) if line["kind"] == "request_finished"]
+
+    run.wait_until(lambda: len(finished()) >= 3, "responses")
+    run.workers()[0].kill()
+    run.wait_until(lambda: len(finished()) >= 6, "responses of the other engine")
+    run.kill()
+    assert len(before := finished()) < 7 * 4
+    ended = Run(None, run.out).end()
+    assert (ended.code, ended.err) == (0, ""), ended
+    run.check_records()
+    assert len(finished()) == len({*finished()}) == 7 * 4 > len(before)
+    (evaluation,) = summary(run.out)["evaluations"]
+    assert evaluation["reward_mean"] == pytest.approx(evaluation["greedy_reward_mean"])
+    assert metrics(run.out)[-1]["val/reward_mean"] == evaluation["reward_mean"]
+    assert "greedy_reward_mean" in ended.out
+    assert "trainer" not in ended.out
+    assert not (run.out / "checkpoints").exists()
+    assert dora("audit", run.out, "--deep", "5").code == 0

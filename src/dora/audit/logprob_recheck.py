@@ -349,8 +349,10 @@ class LogprobRecomputer:
     def temperature_of(self, row: SampleRow) -> float:
         """The temperature of a sample's log-probs: 1 for greedy responses to held-out prompts."""
         is_held_out = row.group.startswith("-")
-        is_greedy = is_held_out and self.config.eval.greedy and row.sibling == GREEDY
-        return 1.0 if is_greedy else self.config.sampling.temperature
+        if not is_held_out:
+            return self.config.sampling.temperature
+        is_greedy = self.config.eval.greedy and row.sibling == GREEDY
+        return 1.0 if is_greedy else self.config.eval_sampling.temperature
 
     def find_defect(self, response: StoredResponse | None) -> str:
         """Why a sample's log-probs cannot be recomputed, as a sentence's predicate; empty if they can."""

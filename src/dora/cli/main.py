@@ -51,6 +51,7 @@ def _options(
 
 app.command(rich_help_panel=RUN)(train.train)
 app.command(rich_help_panel=RUN)(train.serve)
+app.command("eval", rich_help_panel=RUN)(train.evaluate)
 app.command(rich_help_panel=RUN)(train.rollout)
 app.command("env-server", rich_help_panel=RUN)(train.env_server)
 app.add_typer(train.engines, name="engines", rich_help_panel=RUN)

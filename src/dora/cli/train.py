@@ -1,4 +1,4 @@
-"""The commands `train`, `serve`, `env-server` and `engines`."""
+"""The commands `train`, `serve`, `eval`, `env-server` and `engines`."""
 
 from __future__ import annotations
 
@@ -95,6 +95,26 @@ def serve(
     _run(config, out, changes, resume, auto_resume=auto_resume, is_served=True)
 
 
+def evaluate(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file of a run.")],
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Model to evaluate, such as RUN/checkpoints/step-N; short for --set model.path=DIR.",
+        ),
+    ] = None,
+    out: Out = None,
+    overrides: Overrides = None,
+) -> None:
+    """Evaluate a model on the held-out prompts of a run: no training."""
+    from dora.config import load
+
+    changes = [*(overrides or []), *([] if model is None else [f"model.path={json.dumps(str(model))}"])]
+    settings = load.read_config(config, changes, only_evaluates=True)
+    _start(settings, out or _new_folder(config, "-eval"), is_served=settings.external_source is not None)
+
+
 def _changes(
     overrides: list[str] | None, steps: int | None, seed: int | None, continue_from: Path | None
 ) -> list[str]:
@@ -122,6 +142,11 @@ def _run(
     if auto_resume and out is None:
         raise typer.BadParameter("--auto-resume needs a CONFIG file and --out RUN")
     given = None if config is None else _read_config(config, changes)
+    begun = out if auto_resume and out is not None and (out / "config.toml").is_file() else resume
+    if begun is None:
+        assert config is not None
+        assert given is not None
+        _start(given, out or _new_folder(config), is_served=is_served)
     from dora.runtime.process.worker_process import preload_workers
 
     preload_workers()  # during the imports of this process
@@ -129,15 +154,6 @@ def _run(
     from dora.runtime import run
     from dora.runtime.recovery.resume import resumed_config
 
-    begun = out if auto_resume and out is not None and (out / "config.toml").is_file() else resume
-    if begun is None:
-        assert config is not None
-        assert given is not None
-        settings, folder = given, out or _new_folder(config)
-        gateway = _gateway(settings, folder) if is_served else None
-        raise typer.Exit(
-            _finish(folder, lambda console: run.train(settings, folder, console, gateway=gateway))
-        )
     gateway = _gateway(resumed_config(begun, changes, given), begun) if is_served else None
 
     def continue_run(console: Console) -> dict[str, Any]:
@@ -152,6 +168,16 @@ def _run(
     raise typer.Exit(_finish(begun, continue_run))
 
 
+def _start(config: Config, out: Path, *, is_served: bool) -> NoReturn:
+    from dora.runtime.process.worker_process import preload_workers
+
+    preload_workers()  # during the imports of this process
+    from dora.runtime import run
+
+    gateway = _gateway(config, out) if is_served else None
+    raise typer.Exit(_finish(out, lambda console: run.train(config, out, console, gateway=gateway)))
+
+
 def _read_config(path: Path, changes: list[str]) -> Config:
     from dora.config import load
 
@@ -161,8 +187,8 @@ def _read_config(path: Path, changes: list[str]) -> Config:
     return config
 
 
-def _new_folder(config: Path) -> Path:
-    return Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+def _new_folder(config: Path, suffix: str = "") -> Path:
+    return Path("runs") / f"{config.stem}{suffix}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _gateway(config: Config, run: Path) -> Gateway:

@@ -50,6 +50,7 @@ PATHS: dict[str, RepoType | None] = {  # with the kind of repository on the hub 
     **dict.fromkeys(("data.path", "source.path", "eval.path", "eval_source.path"), "dataset"),
     **dict.fromkeys(("service.token_file", "env.token_file", "trainer.continue_from")),
 }
+TRAINING_SECTIONS = ("trainer", "algorithm", "correction", "critic", "distillation", "curriculum")
 POLICY_KEYS = ("max_staleness", "batches_per_version", "ablations")  # they belong to one update policy
 
 
@@ -61,14 +62,18 @@ class Override(NamedTuple):
     value: Any
 
 
-def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+def read_config(path: Path, overrides: Sequence[str] = (), *, only_evaluates: bool = False) -> Config:
     """Read a TOML file and apply overrides, such as `trainer.lr=1e-4` or `reward_task.NAME.weight=2`.
 
     The value of an override is parsed as TOML, or is a plain string if it is not TOML. Paths become absolute:
-    those of the file are relative to its folder, those of overrides to the working directory. Raises
-    ConfigError.
+    those of the file are relative to its folder, those of overrides to the working directory.
+    `only_evaluates`: the run has no steps and no trainer, and the settings of the file for them do not apply.
+    Raises ConfigError.
     """
-    return _read(_read_tables(path), [_parse_override(given) for given in overrides], path, path.parent)
+    tables = _read_tables(path)
+    if only_evaluates:
+        _drop_training(tables)
+    return _read(tables, [_parse_override(given) for given in overrides], path, path.parent)
 
 
 def make_config(tables: Mapping[str, Any]) -> Config:
@@ -184,6 +189,19 @@ def _drop_policy_keys(tables: dict[str, Any], changes: Sequence[Override]) -> di
     return {key: table.pop(key) for key in POLICY_KEYS if key in table} if changes_policy else {}
 
 
+def _drop_training(tables: dict[str, Any]) -> None:
+    """Remove what only a trainer uses, so that it needs no GPU and is checked against nothing."""
+    trainer = {"batch_size": 1, "lr": 1.0}  # required, and of no effect
+    for section in TRAINING_SECTIONS:
+        tables.pop(section, None)
+    for section, key in (("orchestrator", "placement"), ("service", "trainer")):
+        table = tables.get(section)
+        if isinstance(table, dict) and table.get(key) in ("colocated", "external"):
+            del table[key]
+    run = tables.get("run", {})
+    tables |= {"trainer": trainer, "run": run | {"steps": 0} if isinstance(run, dict) else run}
+
+
 def _apply_override(tables: dict[str, Any], change: Override) -> None:
     section, key, value = change
     if section in LIST_SECTIONS:
@@ -272,12 +290,15 @@ def _suggest_section(typed: Sequence[str]) -> str:
     notes: dict[str, str] = {}
     for name in typed:
         *tables, last = name.split(".")
-        found[last] = [
+        keys = [
             f"{section}.{key}" for section, key, _ in iter_keys() if key == last and section != "reward_task"
         ]
         is_of_evaluations = any(table.startswith(("eval", "val_")) for table in tables)
-        if is_of_evaluations and f"sampling.{last}" in found[last]:
+        if f"sampling.{last}" in keys and f"eval.{last}" in keys:
+            keys = [f"eval.{last}" if is_of_evaluations else f"sampling.{last}"]
+        elif f"sampling.{last}" in keys and is_of_evaluations:
             notes[last] = ", for training and evaluations alike"
+        found[last] = keys
     hints = (
         f"{last} is {' or '.join(keys)} here{notes.get(last, '')}" for last, keys in found.items() if keys
     )

@@ -90,8 +90,8 @@ class Section(BaseModel):
 class RunSection(Section):
     """Length and seed of the run."""
 
-    steps: Count
-    """Number of training steps (count)."""
+    steps: int = Field(ge=0)
+    """Number of training steps (count). 0: the run only evaluates model.path, as `dora eval` does."""
     seed: int = Field(default=0, ge=0)
     """Seed of the data order and of sampling (integer)."""
 
@@ -663,7 +663,15 @@ class EvalSection(Section):
     greedy: bool = True
     """Generate one greedy response for each prompt."""
     num_samples: int = Field(default=1, ge=0)
-    """Responses per prompt, sampled with the settings of training (count)."""
+    """Sampled responses per prompt (count)."""
+    temperature: float | None = Field(default=None, gt=0)
+    """As sampling.temperature, of the sampled responses (no unit). Unset: sampling.temperature."""
+    top_k: int | None = Field(default=None, ge=0, lt=2**31)
+    """As sampling.top_k (count). Unset: sampling.top_k."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """As sampling.top_p (0 to 1). Unset: sampling.top_p."""
+    min_p: Fraction | None = None
+    """As sampling.min_p (0 to 1). Unset: sampling.min_p."""
     every: int = Field(default=0, ge=0)
     """Steps between two evaluations during training (steps). 0: only before and after it."""
     seed: int = Field(default=0, ge=0)
@@ -904,6 +912,12 @@ class Config(Section):
     def has_held_out(self) -> bool:
         """Whether held-out prompts are named."""
         return self.eval.path is not None or bool(self.eval_source)
+
+    @property
+    def eval_sampling(self) -> SamplingSection:
+        """[sampling] as it applies to the sampled responses of evaluations."""
+        own = {key: getattr(self.eval, key) for key in ("temperature", "top_k", "top_p", "min_p")}
+        return self.sampling.model_copy(update={k: value for k, value in own.items() if value is not None})
 
     @property
     def evaluates_during_training(self) -> bool:

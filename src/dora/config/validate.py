@@ -20,34 +20,40 @@ _OF_FOLDER = ("split", "subset", "revision")  # keys of a dataset folder
 def check(config: Config) -> None:
     """Check all rules. Raises ConfigError for the first that is broken."""
     _check_sources(config)
-    _check_curriculum(config)
     _check_evaluation(config)
     _check_environment(config)
     _check_reward_tasks(config)
     _check_reward_source(config)
-    _check_groups(config)
     _check_filters(config)
     _check_max_staleness(config)
     _check_inflight_update(config)
     _check_admission(config)
     _check_version_slots(config)
     _check_ablations(config)
-    _check_elastic_trainer(config)
     _check_fleet_names(config)
     _check_engine_device(config)
     _check_shared_device(config)
     _check_kv_transfer(config)
+    _check_external_rewards(config)
+    if config.run.steps:
+        _check_training(config)
+    _check_effect(config)
+
+
+def _check_training(config: Config) -> None:
+    """The rules of groups and of the trainer."""
+    _check_curriculum(config)
+    _check_groups(config)
+    _check_elastic_trainer(config)
     _check_ranks(config)
     _check_trainer_backend(config)
     _check_aux_workers(config)
     _check_distillation(config)
-    _check_external_rewards(config)
     _check_external_trainer(config)
     _check_algorithm(config)
     _check_mini_batches(config)
     _check_streaming(config)
     _check_micro_batches(config)
-    _check_effect(config)
 
 
 def check_context(config: Config, max_position_embeddings: int) -> None:
@@ -122,6 +128,11 @@ def _check_evaluation(config: Config) -> None:
         raise ConfigError(
             f"eval.{min(given)} is set without eval.path, so nothing is evaluated; set eval.path, or "
             "eval.num_prompts = 0"
+        )
+    if config.run.steps == 0 and not (config.has_held_out and evaluation.num_prompts):
+        raise ConfigError(
+            "run.steps = 0: the run only evaluates, and it has no held-out prompts; set eval.path, or raise "
+            "run.steps or eval.num_prompts"
         )
     names = [source.name for source in config.eval_source]
     if names and evaluation.path is not None:
@@ -590,11 +601,14 @@ def _unused_for_prompts(config: Config) -> Iterator[Unused]:
     if not config.curriculum.is_on:
         reason = "without curriculum.easy_threshold or curriculum.hard_threshold"
         yield "curriculum", reason, "skip_epochs"
-    if config.eval.every >= config.run.steps:
+    if config.eval.every >= config.run.steps > 0:
         reason = f"with run.steps = {config.run.steps}: no evaluation is due during training"
         yield "eval", reason, "every"
     if config.eval.path == "gcd":
         yield "eval", "with eval.path = gcd", *_OF_FOLDER
+    if not config.eval.num_samples:
+        reason = "with eval.num_samples = 0: only greedy responses are generated"
+        yield "eval", reason, "temperature", "top_k", "top_p", "min_p"
     if config.eval_source:
         yield "eval", "with [[eval_source]]: each source has its own", *_OF_FOLDER
 

@@ -192,8 +192,8 @@ class Limits:
     ablations: tuple[str, ...] = ()  # of ABLATIONS
 
     def __post_init__(self) -> None:
-        from_0 = ("max_staleness", "slack", "max_retries", "num_queued")
-        from_1 = ("num_steps", "batch_size", "group_size", "weight_sync_interval", "max_migrations")
+        from_0 = ("num_steps", "max_staleness", "slack", "max_retries", "num_queued")
+        from_1 = ("batch_size", "group_size", "weight_sync_interval", "max_migrations")
         for name in (*from_0, *from_1):
             if getattr(self, name) < (minimum := int(name in from_1)):
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least {minimum}")

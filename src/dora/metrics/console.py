@@ -147,9 +147,16 @@ def _rewards(metrics: RunMetrics) -> dict[str, float]:
 
 
 def summary_table(run: Path) -> Table:
-    """The most important figures of `summary.json`."""
+    """The most important figures of `summary.json`; if the run had no steps, all of its evaluation."""
     s: dict[str, Any] = json.loads((run / SUMMARY_FILE).read_text())
-    rows = [
+    table = Table(show_header=False)
+    for name, value in _figures_of_training(s) if s["steps"] else _figures_of_evaluation(s):
+        table.add_row(name, value)
+    return table
+
+
+def _figures_of_training(s: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
         *_held_out(s),
         ("reward, last step", _number(s["reward_last"])),
         ("steps", f"{s['steps']} in {s['wall_s']:.1f} s wall, {s['cpu_s']:.1f} s CPU"),
@@ -168,12 +175,23 @@ def summary_table(run: Path) -> Table:
         ("trainer idle", _trainer_idle(s)),
         ("log-prob mismatch", _mismatch(s["logprob_mismatch_max"])),
         ("orchestrator", f"{s['orchestrator_time_ratio']:.2%} of the wall time"),
-        ("guarantees", ", ".join(f"{c.upper()} {_verdict(s, c)}" for c in ("c1", "c2", "c3"))),
+        ("guarantees", _guarantees(s)),
     ]
-    table = Table(show_header=False)
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
+
+
+def _figures_of_evaluation(s: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    for evaluation in s["evaluations"]:
+        ends = {name: (f"{name}_low", f"{name}_high") for name in evaluation if f"{name}_low" in evaluation}
+        hidden = {"version", *chain.from_iterable(ends.values())}
+        for name in (name for name in evaluation if name not in hidden):
+            interval = " to ".join(_number(evaluation[end]) for end in ends.get(name, ()))
+            rows.append((name, f"{evaluation[name]:.5g}" + (f" ({interval})" if interval else "")))
+    return [*rows, ("engines", _failures(s)), ("guarantees", _guarantees(s))]
+
+
+def _guarantees(s: dict[str, Any]) -> str:
+    return ", ".join(f"{c.upper()} {_verdict(s, c)}" for c in ("c1", "c2", "c3"))
 
 
 def closing_line(run: Path, stopped: str, program: str) -> str:

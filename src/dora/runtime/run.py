@@ -221,9 +221,7 @@ class _Session:
         self._setup, self._signals, self._control = setup, signals, control
         self._previous, self._gateway = previous, gateway
         self._console = RunConsole(console, config.run.steps)
-        workers = [plural(config.num_engines, "engine"), "1 trainer"]
-        workers += [plural(config.num_reward_workers, "reward worker")]
-        self._console.notice(f"starting {', '.join(workers)}")
+        self._console.notice(f"starting {self._workers(plural(config.num_engines, 'engine'))}")
         self._orchestrator = previous.orchestrator if previous else TimedOrchestrator(setup.limits)
         self._cpu_s = 0.0  # of training; while that runs, without the current `cpu_s()`
         self._counts_cpu = False
@@ -349,14 +347,17 @@ class _Session:
             executor.poll()
         executor.begin_clock()
         kernels = ", ".join(executor.engine_pool.kernels)
-        self._console.notice(
-            f"ready: {plural(len(executor.engine_pool.active), 'engine')} ({kernels}), 1 trainer, "
-            f"{plural(self._setup.config.num_reward_workers, 'reward worker')}"
-        )
+        engines = f"{plural(len(executor.engine_pool.active), 'engine')} ({kernels})"
+        self._console.notice(f"ready: {self._workers(engines)}")
         for notice in self._setup.notices:
             self._console.notice(notice)
         if (reason := self._setup.config.why_not_streaming) is not None:
             self._console.notice(f"gradients wait for the whole batch: {reason}")
+
+    def _workers(self, engines: str) -> str:
+        config = self._setup.config
+        trainer = ["1 trainer"] if config.run.steps else []
+        return ", ".join([engines, *trainer, plural(config.num_reward_workers, "reward worker")])
 
     def _between_events(self) -> None:
         """Everything but training, while no action is half done. Raises Stopped after Ctrl-C or SIGTERM."""
@@ -421,7 +422,7 @@ class _Session:
         finished = self._evaluations.update(event, actions, rule)
         if finished is not None:
             self._show(finished)
-            if self._setup.config.eval.every:  # a curve
+            if self._setup.config.eval.every or not self._setup.config.run.steps:  # a curve, or nothing else
                 self._metrics_writer.write_evaluation(finished, len(self._metrics.steps), self._executor.now)
         for action in actions:
             match action:
@@ -569,8 +570,8 @@ class _Session:
             notice(f"evaluation of version {version} ({at}): {evaluation.describe()}")
             return
         prompts = plural(evaluation.num_prompts, "held-out prompt")
-        when = "after" if version else "before"
-        notice(f"{when} training (version {version}, {prompts}): {evaluation.describe()}")
+        when = f"{'after' if version else 'before'} training (version {version}, {prompts})"
+        notice(f"{when if self._setup.config.run.steps else prompts}: {evaluation.describe()}")
         setup, sibling = self._setup, evaluation.shown_sibling
         for group in (GroupId(-1 - version, row) for row in range(NUM_EXAMPLES)):
             if (rewards := evaluation.rewards.get(group)) is not None:

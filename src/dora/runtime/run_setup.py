@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import psutil
 
-from dora.config.schema import Config, DataSection, EvalSection, NamedSource
+from dora.config.schema import Config, DataSection, EvalSection, NamedSource, SamplingSection
 from dora.config.validate import check_context
 from dora.core.types import AdaptiveStalenessRule, CurriculumRule, EvaluationRule, GroupId, Limits, RequestId
 from dora.data import gcd
@@ -416,6 +416,8 @@ class RunSetup:
     @property
     def notices(self) -> list[str]:
         """Warnings about valid settings that are usually mistakes."""
+        if not self.config.run.steps:
+            return self._overlong_notices
         trainer, num_prompts = self.config.trainer, self.num_prompts
         notices = []
         if num_prompts is not None and trainer.batch_size > num_prompts:
@@ -747,12 +749,20 @@ class RunSetup:
 
     def sampling_of(self, request: RequestId) -> SamplingParams:
         """Sampling parameters and stopping conditions of a request."""
-        is_greedy = request.is_held_out and self.config.eval.greedy and request.sibling == GREEDY
-        return replace(self._sampling, temperature=0.0) if is_greedy else self._sampling
+        if not request.is_held_out:
+            return self._sampling
+        is_greedy = self.config.eval.greedy and request.sibling == GREEDY
+        return replace(self._sampling, temperature=0.0) if is_greedy else self._eval_sampling
 
     @cached_property
     def _sampling(self) -> SamplingParams:
-        settings = self.config.sampling
+        return self._sampling_params(self.config.sampling)
+
+    @cached_property
+    def _eval_sampling(self) -> SamplingParams:
+        return self._sampling_params(self.config.eval_sampling)
+
+    def _sampling_params(self, settings: SamplingSection) -> SamplingParams:
         return SamplingParams(
             temperature=settings.temperature,
             max_tokens=settings.max_response_length,

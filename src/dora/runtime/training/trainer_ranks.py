@@ -25,7 +25,7 @@ from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
 from dora.runtime.training.aux_pool import AuxPool
 from dora.runtime.training.checkpoints import CheckpointManager
-from dora.runtime.training.external import ExternalTrainer
+from dora.runtime.training.external import ExternalTrainer, run_placeholder
 from dora.runtime.training.worker import RENDEZVOUS_FILE, run_follower, run_trainer
 from dora.text import plural, step_number
 from dora.trainer.checkpoint_folders import checkpoint_folders, find_damage, recover_replaced
@@ -75,19 +75,22 @@ class TrainerRanks:
         self._start(checkpoint)
 
     def _start(self, checkpoint: Path | None) -> None:
-        """Start all processes, rank 0 first; for an external trainer, its placeholder."""
+        """Start all processes, rank 0 first; for an external trainer, and without steps, a placeholder."""
         self._pending_since_s: float | None = None  # time of the oldest request without a reply
         self._num_pending = 0  # replies
         setup, slot, (weights, stream) = self._setup, self._slot, self._folders
         (weights / RENDEZVOUS_FILE).unlink(missing_ok=True)
         spec = setup.trainer_spec(weights, stream, checkpoint)
+        if not setup.config.run.steps:
+            spec = replace(spec, columns=(), num_ranks=1)
         if self._host is not None:
             spec = replace(spec, rank_address=f"{self._host}:{_free_port(self._host)}")
         if setup.config.service.trainer == "external":
             placeholder = ExternalTrainer(spec, setup.limits.batch_size, self._supervisor.messages)
             self.rank0 = self._supervisor.watch(slot, placeholder)
         else:
-            self.rank0 = self._supervisor.start(slot, "trainer", run_trainer, spec)
+            target = run_trainer if setup.config.run.steps else run_placeholder
+            self.rank0 = self._supervisor.start(slot, "trainer", target, spec)
         device = setup.devices.aux_device() if spec.columns else ""
         self._aux = AuxPool(spec, device, self._supervisor, slot, self._role, self._notice)
         for rank in range(1, spec.num_ranks):
