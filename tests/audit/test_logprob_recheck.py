@@ -103,8 +103,8 @@ def prompt_of(group: GroupId) -> tuple[int, ...]:
 
 def request_of(config: Config, group: GroupId, sibling: int, version: int) -> Request:
     is_greedy = group.is_held_out and sibling == 0
-    temperature, top_k = config.sampling.temperature, config.sampling.top_k
-    sampling = SamplingParams(0.0 if is_greedy else temperature, 8 + sibling, top_k=top_k)
+    given = config.eval_sampling if group.is_held_out else config.sampling
+    sampling = SamplingParams(0.0 if is_greedy else given.temperature, 8 + sibling, top_k=given.top_k)
     return Request(RequestId(*group, sibling), group, prompt_of(group), version, sibling, sampling)
 
 
@@ -137,6 +137,7 @@ def shift_all(logprobs: np.ndarray) -> None:
 SETTINGS = {
     "fp32": (),
     "filtered": ("sampling.temperature=0.5", "sampling.top_k=5"),
+    "evaluations": ("eval.path=gcd", "eval.num_prompts=1", "eval.temperature=0.5", "eval.top_k=5"),
     "bf16": ("engine.dtype=bfloat16",),
     "exact": ("engine.exact_logprobs=true", "sampling.temperature=0.5"),
     "exact bf16": ("engine.exact_logprobs=true", "engine.dtype=bfloat16"),
@@ -157,6 +158,18 @@ def test_responses_of_every_stored_version_agree(
     result = logprob_recheck.check(run, 100)
     largest = max(float(version.abs_diffs.max()) for version in result.versions)
     assert largest == 0 if name.startswith("exact") else 0 < largest < (1e-5 if name != "bf16" else 0.1)
+
+
+def test_log_probs_of_a_server_after_the_filters_of_evaluations_are_not_compared(make_run: MakeRun) -> None:
+    run = make_run(*SETTINGS["evaluations"])
+    lines = (run / "config.toml").read_text().splitlines()
+    lines = [line for line in lines if not line.startswith(("kernels", "min_step_time"))]
+    lines.insert(lines.index("[engine]") + 1, 'backend = "vllm"')
+    (run / "config.toml").write_text("\n".join(lines))
+    result = logprob_recheck.check(run, 100)
+    assert "4 responses of evaluations, after filters" in result.unchecked
+    assert [version.num_samples for version in result.versions] == [5, 5, 5]
+    assert result.findings == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -95,10 +95,12 @@ def check(run: Path, num: int) -> RecheckResult:
     config = read_run_config(run)
     sources = find_weight_sources(run, config)
     recorded: dict[VersionDigest, list[SampleRow]] = {}
-    num_segmented = 0
+    num_segmented = num_filtered = 0
     for row in read_samples(run).values():
         if row.segments:
             num_segmented += 1
+        elif _is_filtered(config, row):
+            num_filtered += 1
         else:
             recorded.setdefault((row.version, row.weight_digest), []).append(row)
     missing = {key: rows for key, rows in recorded.items() if key[0] not in sources}
@@ -112,10 +114,23 @@ def check(run: Path, num: int) -> RecheckResult:
     published = read_published(run)
     redone = {version for version, digests in published.items() if len(digests) > 1}
     versions, unchecked = _recheck_versions(run, num, recomputer, available, sources, redone)
+    if num_filtered:
+        unchecked = [f"{plural(num_filtered, 'response')} of evaluations, after filters", *unchecked]
     segmented = [f"{plural(num_segmented, 'sample')} of several versions"] if num_segmented else []
     unchecked = [*segmented, *_describe_missing(missing), *unchecked]
     other_weights = tuple(_check_checkpoints(published, sources, config.engine.dtype))
     return RecheckResult(str(recomputer), tuple(versions), tuple(unchecked), other_weights)
+
+
+def _is_greedy(config: Config, row: SampleRow) -> bool:
+    return row.group.startswith("-") and config.eval.greedy and row.sibling == GREEDY
+
+
+def _is_filtered(config: Config, row: SampleRow) -> bool:
+    """Whether a server may have reported log-probs after top_k, top_p and min_p, as in evaluations."""
+    has_servers = any(kind.backend is not None for kind in config.engine_kinds)
+    is_sampled = row.group.startswith("-") and not _is_greedy(config, row)
+    return is_sampled and has_servers and config.eval_sampling.has_filters
 
 
 def _recheck_versions(
@@ -348,11 +363,9 @@ class LogprobRecomputer:
 
     def temperature_of(self, row: SampleRow) -> float:
         """The temperature of a sample's log-probs: 1 for greedy responses to held-out prompts."""
-        is_held_out = row.group.startswith("-")
-        if not is_held_out:
+        if not row.group.startswith("-"):
             return self.config.sampling.temperature
-        is_greedy = self.config.eval.greedy and row.sibling == GREEDY
-        return 1.0 if is_greedy else self.config.eval_sampling.temperature
+        return 1.0 if _is_greedy(self.config, row) else self.config.eval_sampling.temperature
 
     def find_defect(self, response: StoredResponse | None) -> str:
         """Why a sample's log-probs cannot be recomputed, as a sentence's predicate; empty if they can."""

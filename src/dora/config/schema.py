@@ -206,6 +206,11 @@ class SamplingSection(Section):
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
     """Tokens that end a response, in addition to the model's end tokens (list of ids)."""
 
+    @property
+    def has_filters(self) -> bool:
+        """Whether some tokens may never be sampled."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
+
 
 class RewardSection(Section):
     """The reward function."""

@@ -35,6 +35,7 @@ class Capabilities:
     versions_are_lora: bool = False  # versions are LoRA adapters of the run's first model
     is_seeded: bool = False  # a request's tokens depend on its seed alone, not on other requests
     filters: bool = False  # top_k, top_p, min_p
+    eval_filters: bool = False  # without `filters`: in evaluations, with log-probs after the filters
     stop_strings: bool = False
     pauses: bool = False  # `pause` and `resume`
     decode_only: int = 0  # least `version_slots` with which it has `decode_only`; 0: never

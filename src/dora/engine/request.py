@@ -49,6 +49,12 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
     max_turn_tokens: int = 0
 
+    @property
+    def filters(self) -> dict[str, float]:
+        """Those that exclude tokens, by name."""
+        given = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+        return {name: value for name, value in given.items() if value != (1.0 if name == "top_p" else 0)}
+
     def __post_init__(self) -> None:
         rules = {
             "temperature": (0 <= self.temperature < math.inf, "finite and at least 0; 0 is greedy"),
@@ -142,7 +148,8 @@ class Completion:
 
     `logprobs` are those of the distribution that the tokens were sampled from (greedy: at temperature 1).
     `unfiltered_logprobs` are at the same temperature, before any filter: a trainer that applies no filters
-    compares its own with these. `raw_logprobs` are the model's, at temperature 1. Observation tokens of an
+    compares its own with these. An SGLang server knows only these, and an evaluation on vLLM only the others:
+    both columns are then equal. `raw_logprobs` are the model's, at temperature 1. Observation tokens of an
     episode have log-probs of NaN. A column of log-probs that is not needed is empty. `chunks` are runs of
     tokens with the weights that decoded them. `routes` [prompt and output tokens - 1, MoE layers, k] are the
     experts of each token, if the engine returns them. `branches` are those of an episode, which the driver

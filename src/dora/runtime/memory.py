@@ -199,8 +199,7 @@ def decode_step_bytes(setup: RunSetup) -> int:
     """Logits, sampler, partial attention and CUDA graphs of one engine on a GPU."""
     config, model = setup.config, setup.model
     num_rows = config.engine.max_num_seqs + MAX_PADDING * config.version_slots
-    sampling = config.sampling
-    has_filters = bool(sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+    has_filters = config.sampling.has_filters or config.eval_sampling.has_filters
     num_bytes = num_rows * model.vocab_size * (_WITH_FILTERS if has_filters else _PER_LOGIT)
     num_partitions = num_rows * -(-config.max_sequence_length // PARTITION)
     num_partitions = max(num_partitions, MAX_PREFILL_ROWS + MAX_PREFILL_READS // MIN_PARTITION)

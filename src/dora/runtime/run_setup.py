@@ -752,7 +752,9 @@ class RunSetup:
         if not request.is_held_out:
             return self._sampling
         is_greedy = self.config.eval.greedy and request.sibling == GREEDY
-        return replace(self._sampling, temperature=0.0) if is_greedy else self._eval_sampling
+        if not is_greedy:
+            return self._eval_sampling
+        return replace(self._sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
     @cached_property
     def _sampling(self) -> SamplingParams:

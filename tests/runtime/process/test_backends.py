@@ -85,6 +85,24 @@ def test_several_gpus_for_an_engine_need_a_backend_that_uses_them(
         backends.check_backends(load.read_config(task, [f"{key}={value}" for key, value in given.items()]))
 
 
+def test_filters_are_refused_where_the_trainer_would_lack_unfiltered_log_probs(task: Path) -> None:
+    held_out = {"eval.path": "gcd", "eval.num_prompts": "4"}
+
+    def check(backend: str, **filters: str) -> None:
+        filters = {name.replace("__", "."): value for name, value in filters.items()}
+        changes = {**FITTING, **held_out, "engine.backend": backend, **filters}
+        if backend != LIMITED:
+            changes["engine.options"] = f"{{python = '{sys.executable}'}}"
+        backends.check_backends(load.read_config(task, [f"{key}={value}" for key, value in changes.items()]))
+
+    check("sglang", sampling__top_k="5")
+    check("vllm", eval__top_k="5")
+    with pytest.raises(ConfigError, match="min_p; set those of eval instead"):
+        check("vllm", sampling__top_k="5")
+    with pytest.raises(ConfigError, match=r"remove eval\.top_k"):
+        check(LIMITED, eval__top_p="0.9")
+
+
 def test_a_server_divides_its_model_among_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     flags, environment = vllm._device_options("cuda:4", 2, 0, ())

@@ -185,6 +185,7 @@ class HttpEngine(ABC):
         decode_only=2,
         episodes=True,
         inflight_update=True,
+        eval_filters=True,
         stop_strings=True,
         pauses=True,
         migrates_without_kv=True,
@@ -835,7 +836,8 @@ class HttpEngine(ABC):
                     running.is_stopped, num_kept = True, end - num_before
                     break
         kept = logprobs[:num_kept]  # the server sends one log-prob for each token
-        is_raw = running.request.sampling.temperature in (0.0, 1.0)
+        sampling = running.request.sampling
+        is_raw = sampling.temperature in (0.0, 1.0) and not sampling.filters
         running.token_ids += token_ids[:num_kept]
         running.logprobs += kept
         running.raw_logprobs += kept if is_raw else array("d", [math.nan]) * num_kept

@@ -85,7 +85,7 @@ class Sglang(HttpEngine):
     returns_routes: bool = False
 
     server_kind = SGLANG
-    capabilities = replace(HttpEngine.capabilities, routes=True)
+    capabilities = replace(HttpEngine.capabilities, routes=True, filters=True)
 
     def _start(self, python: str) -> EngineServer:
         context, num_rows = self.max_context + SPARE_TOKENS, self.max_rows
@@ -160,6 +160,7 @@ class Sglang(HttpEngine):
             "return_routed_experts": self.returns_routes,
             "sampling_params": {
                 "temperature": sampling.temperature,
+                **sampling.filters,
                 "max_new_tokens": running.max_tokens,
                 "stop_token_ids": sampling.stop_ids,
                 "stream_interval": stream_interval(sampling),

@@ -247,6 +247,7 @@ class Vllm(HttpEngine):
             **({"kv_transfer_params": kv_params} if kv_params else {}),
             "sampling_params": {
                 "temperature": sampling.temperature,
+                **sampling.filters,
                 "max_tokens": running.max_tokens,
                 "stop_token_ids": sampling.stop_ids,
                 "ignore_eos": True,  # the stop ids include the end-of-sequence token where it ends a response

@@ -194,11 +194,11 @@ def _missing_capabilities(config: Config, kind: EngineKind, has: Capabilities) -
         yield f"no decoding of selected requests only: set orchestrator.prioritize_stragglers = false{slots}"
     if not has.pauses and (orchestrator.placement == "colocated" or config.trainer.elastic):
         yield "no pause while the trainer works: remove placement = colocated and trainer.elastic"
-    both = {"sampling": sampling, "eval": config.eval_sampling}
-    if not has.filters and (
-        filtered := [name for name, given in both.items() if given.top_k or given.top_p < 1 or given.min_p]
-    ):
-        yield f"no filters, it samples from all tokens: remove {filtered[0]}.top_k, top_p and min_p"
+    if not has.filters and sampling.has_filters:
+        remedy = "set those of eval instead" if has.eval_filters else "it samples from all tokens"
+        yield f"no filters in training: remove sampling.top_k, top_p and min_p; {remedy}"
+    elif not (has.filters or has.eval_filters) and config.eval_sampling.has_filters:
+        yield "no filters, it samples from all tokens: remove eval.top_k, top_p and min_p"
     if not has.stop_strings and sampling.stop:
         yield "no stop strings: remove sampling.stop, or use sampling.stop_token_ids"
     if not has.episodes and config.has_episodes:
