@@ -323,12 +323,22 @@ def test_a_gradient_that_is_not_finite_changes_no_rank(group: RankGroup) -> None
     assert relative_gap(two.flat, one.flat) < 1e-6
 
 
-def test_a_failure_of_rank_0_alone_fails_every_later_step(group: RankGroup) -> None:
-    """This is the last test of the module: the ranks stay out of step."""
-    two, _ = make_trainers(group, PLAIN)
-    broken = [replace(samples()[1], logprobs=[])]  # fewer than tokens
-    with pytest.raises(RuntimeError, match=r"size|shape"):
-        two.step(broken)
+OWN_LOSS = """
+import torch
+
+def loss(tokens, settings):
+    if tokens.advantages.max() > 10.0:
+        raise ValueError("too large")
+    return -tokens.advantages * tokens.logprobs, torch.zeros_like(tokens.logprobs, dtype=torch.bool)
+"""
+
+
+def test_a_failure_of_rank_0_alone_fails_every_later_step(group: RankGroup, tmp_path: Path) -> None:
+    """In an own loss. This is the last test of the module: the ranks stay out of step."""
+    (tmp_path / "own.py").write_text(OWN_LOSS)
+    two, _ = make_trainers(group, replace(PLAIN, policy_loss=f"{tmp_path / 'own.py'}:loss"))
+    with pytest.raises(RunError, match="ValueError: too large"):
+        two.step([replace(samples()[1], advantage=100.0)])
     for _ in range(2):
-        with pytest.raises(RunError, match="rank 0 of the trainer failed: "):
+        with pytest.raises(RunError, match=r"rank 0 of the trainer failed: RunError: .* too large"):
             two.step(samples())

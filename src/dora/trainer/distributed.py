@@ -181,7 +181,7 @@ class DistributedLearner:
 
     def step(self, divisor: float, lr: float, max_grad_norm: float) -> float:
         follow = partial(ShardedRank.follow_step, divisor=divisor, lr=lr, max_grad_norm=max_grad_norm)
-        with self._on_all_ranks(follow):
+        with self._on_all_ranks(follow, raised_by_all=RunError):
             norm = self._rank.optimizer.step(divisor, lr, max_grad_norm)
         self._is_current = False
         return norm
@@ -256,18 +256,20 @@ class DistributedLearner:
             call(self._rank, flat=flat)
 
     @contextmanager
-    def _on_all_ranks(self, calls: RankCall | Sequence[RankCall]) -> Iterator[None]:
+    def _on_all_ranks(
+        self, calls: RankCall | Sequence[RankCall], raised_by_all: type[Exception] | tuple[()] = ()
+    ) -> Iterator[None]:
         """Send one call for all ranks, or one for each; rank 0 does its part inside the block.
 
         After a failure of rank 0 alone the ranks are no longer synchronised, and every later call raises that
-        failure.
+        failure. An error `raised_by_all` ranks leaves them synchronised.
         """
         if self._failure is not None:
             raise RunError(self._failure)
         self._group.scatter(calls if isinstance(calls, Sequence) else [calls] * self.num_ranks)
         try:
             yield
-        except RunError:  # all ranks raise it
+        except raised_by_all:
             raise
         except Exception as error:
             self._failure = f"rank 0 of the trainer failed: {type(error).__name__}: {error}"
