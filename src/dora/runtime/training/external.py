@@ -65,10 +65,12 @@ def read_weights(file: Path, model: Path) -> Tensor:
     or dtype, or not finite.
     """
     from dora.model.pretrained import load_pretrained
+    from dora.trainer.checkpoint import copy_tokenizer
 
     with tempfile.TemporaryDirectory(dir=file.parent) as name:
         folder = Path(name)
         shutil.copyfile(model / "config.json", folder / "config.json")
+        copy_tokenizer(model, folder)  # a model that reads images needs its image processor's file
         (folder / WEIGHTS).symlink_to(file.absolute())
         try:
             return load_pretrained(folder)[1]
