@@ -56,19 +56,24 @@ def test_the_first_step_is_that_of_the_uninterrupted_run(
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"trainer__lora_rank": 2}, {"algorithm__adv_estimator": "gae"}, {"trainer__num_ranks": 2}],
-    ids=["all weights", "LoRA", "critic", "two ranks"],
+    ("changes", "of_resume"),
+    [
+        ({}, {}),
+        ({"trainer__lora_rank": 2, "trainer__lora_alpha": 6}, {"trainer__num_ranks": 2}),
+        ({"algorithm__adv_estimator": "gae"}, {}),
+        ({"trainer__num_ranks": 2}, {}),
+    ],
+    ids=["all weights", "LoRA, then two ranks", "critic", "two ranks"],
 )
 def test_a_continued_run_is_resumed_and_audited(
-    resumable: ResumableRun, other: ResumableRun, changes: dict[str, Any]
+    resumable: ResumableRun, other: ResumableRun, changes: dict[str, Any], of_resume: dict[str, Any]
 ) -> None:
     resumable.start(run__steps=2, **changes).succeed()
     checkpoint = resumable.out / "checkpoints" / "step-2"
     run = other.start(trainer__continue_from=checkpoint, **changes, **SLOW, trainer__save_freq=0)
     run.wait_for_steps(1)
     other.kill_after(run, 0)
-    check_finished(other.out, other.resume().end())
+    check_finished(other.out, other.resume(**of_resume).end())
     assert digests(other.out)[0] == digests(resumable.out)[2]
     (first, *_) = check(other.out, 8).versions
     assert (first.source.version, first.findings) == (0, ())

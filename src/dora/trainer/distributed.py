@@ -191,6 +191,12 @@ class DistributedLearner:
             with self._on_all_ranks(ShardedRank.zero_grad):
                 self._rank.zero_grad()
 
+    def replace_weights(self, flat: Tensor) -> None:
+        self._flat.copy_(flat)
+        with self._on_all_ranks(ShardedRank.load_weights):
+            self._rank.load_weights(self._flat)
+        self._is_current = True
+
     def snapshot(self) -> Callable[[], None]:
         """Each rank copies its own shards; nothing is gathered."""
         with self._on_all_ranks(ShardedRank.snapshot):
@@ -357,6 +363,10 @@ class ShardedRank:
     def zero_grad(self) -> None:
         """Clear the accumulated gradient."""
         self.optimizer.zero_grad()
+
+    def load_weights(self, flat: Tensor | None = None) -> None:
+        """Load shards of rank 0's weights `flat` [numel]."""
+        self._policy.load(flat)
 
     def snapshot(self) -> None:
         """Copy this rank's weights and moments to host memory; replaces the last snapshot."""

@@ -63,6 +63,11 @@ class LocalWeights:
         """Clear the accumulated gradient."""
         self._optimizer.gradient.zero_()
 
+    def replace_weights(self, flat: Tensor) -> None:
+        """Use the weights `flat` [numel] from now on; the state of the optimizer stays."""
+        self.flat.copy_(flat)
+        self._refresh()
+
     def snapshot(self) -> Callable[[], None]:
         """Copy weights and moments to host memory; returns the function that restores them."""
         flat, optimizer = self.flat.detach().to("cpu", copy=True), host_copy(self.state_dict())

@@ -259,8 +259,12 @@ class Trainer:
             state["critic"] = host_copy({"flat": critic.flat, "optimizer": critic.state_dict()})
         return state, shards
 
+    def replace_weights(self, flat: Tensor) -> None:
+        """See `LocalLearner.replace_weights`."""
+        self._learner.replace_weights(flat)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict`."""
+        """Restore a `state_dict`. With LoRA the adapters are merged into the weights again."""
         self.num_steps_done = state["num_steps_done"]
         self._learner.load_state_dict(state["optimizer"])
         if self.critic is not None:

@@ -145,13 +145,11 @@ def _make_trainer(spec: TrainerSpec, versions: RecentVersions) -> TrainingEngine
     saved = load_start(spec.checkpoint, spec.continued)
     if saved is None:
         return Trainer(config, start, spec.settings, None, exact_logprobs, versions.get, critic=critic)
-    flat, state, _ = saved
-    if spec.settings.lora is not None:  # adapters are relative to the weights of spec.model
-        flat = start.clone()
+    flat = saved[0] if spec.settings.lora is None else start.clone()
     trainer = Trainer(
         config, flat.to(device), spec.settings, start, exact_logprobs, versions.get, critic=critic
     )
-    trainer.load_state_dict(state)
+    _load_state(trainer, saved, spec)
     return trainer
 
 
@@ -162,15 +160,25 @@ def _make_sharded_trainer(
     from dora.trainer.distributed import DistributedLearner
 
     saved = load_start(spec.checkpoint, spec.continued, reads_shards=bool(spec.rank_address))
-    flat, state, _ = saved or (start, None, 0)
-    if spec.settings.lora is not None:  # adapters are relative to the weights of spec.model
-        flat = start.clone()
+    flat = start if saved is None or spec.settings.lora is not None else saved[0]
     learner = DistributedLearner(_join_ranks(spec), config, flat, spec.settings, start)
     critic = None if spec.critic is None or "values" in spec.columns else make_critic(spec, spec.device)
     trainer = Trainer(config, flat, spec.settings, None, None, versions.get, learner, critic)
-    if state is not None:
-        trainer.load_state_dict(state)
+    if saved is not None:
+        _load_state(trainer, saved, spec)
     return trainer
+
+
+def _load_state(trainer: Trainer, saved: tuple[Tensor, dict[str, Any], int], spec: TrainerSpec) -> None:
+    """Load weights and state of a checkpoint in a trainer that starts with them.
+
+    With LoRA it starts with the weights of `spec.model`, to which adapters are relative. Other ranks or
+    another device may have merged them with other rounding, and a version keeps its bytes.
+    """
+    flat, state, _ = saved
+    trainer.load_state_dict(state)
+    if spec.settings.lora is not None:
+        trainer.replace_weights(flat)
 
 
 def _advantage_function(spec: TrainerSpec, trainer: TrainingEngine) -> ComputeAdvantages | None:
