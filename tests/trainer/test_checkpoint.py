@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ from tests.trainer.batches import TINY, initial
 from dora.errors import ModelError
 from dora.trainer.checkpoint import load_checkpoint, save_checkpoint
 from dora.trainer.checkpoint_folders import (
+    checkpoint_folders,
     complete_checkpoints,
     find_damage,
     prune_checkpoints,
@@ -114,6 +117,27 @@ def test_pruning_keeps_the_newest_checkpoints_and_removes_leftovers(tmp_path: Pa
     (tmp_path / "step-8.old").mkdir()
     prune_checkpoints(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-10", "step-11"]
+
+
+KILLED_WHILE_PRUNING = """
+import os, sys
+from pathlib import Path
+from dora.trainer.checkpoint_folders import prune_checkpoints
+
+sys.addaudithook(lambda event, arguments: os._exit(9) if event == "os.rmdir" else None)
+prune_checkpoints(Path(sys.argv[1]), 1)
+"""
+
+
+def test_a_checkpoint_that_is_partly_removed_does_not_come_back(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2, 4)
+    killed = subprocess.run([sys.executable, "-c", KILLED_WHILE_PRUNING, str(tmp_path)], check=False)
+    assert killed.returncode == 9
+    assert len(list(tmp_path.glob("step-*"))) == 2
+    recover_replaced(tmp_path)
+    assert [*checkpoint_folders(tmp_path)] == [4]
+    prune_checkpoints(tmp_path, 1)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-4"]
 
 
 def test_checkpoints_of_later_steps_are_removed_also_broken_ones(tmp_path: Path) -> None:

@@ -66,10 +66,11 @@ def prune_checkpoints(folder: Path, num: int) -> None:
     """Remove all but the newest `num` checkpoints, and unfinished ones."""
     steps = checkpoint_folders(folder)
     for step in sorted(steps)[: max(0, len(steps) - num)]:
-        old = steps[step].with_name(steps[step].name + ".old")
-        os.rename(steps[step], old)  # so that a crash leaves no partly removed checkpoint
-    for leftover in (*folder.glob("step-*.old"), *folder.glob("step-*.draft")):
-        shutil.rmtree(leftover, ignore_errors=True)
+        removed = steps[step].with_name(steps[step].name + ".removed")
+        os.rename(steps[step], removed)  # so that a crash leaves no partly removed checkpoint
+    for kind in ("old", "draft", "removed"):
+        for leftover in folder.glob(f"step-*.{kind}"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def remove_after(folder: Path, step: int) -> None:
