@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from tests.trainer.batches import SETTINGS, TINY, gradient, initial, samples
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dora.model.weights import WeightLayout
 from dora.trainer.lora import LoraSettings
@@ -68,6 +71,37 @@ def test_offloaded_moments_give_the_same_bits() -> None:
     for name in ("exp_avg", "exp_avg_sq"):
         pairs = zip(getattr(kept, name), getattr(offloaded, name), strict=True)
         assert all(torch.equal(own, other) for own, other in pairs)
+
+
+class LittleMemory(TorchDispatchMode):
+    """torch finds memory for so many tensors with numbers, and then none."""
+
+    def __init__(self, num_tensors: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_left = num_tensors
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.new_empty.default):
+            self.num_left -= 1
+            if self.num_left < 0:
+                raise torch.OutOfMemoryError("no room")
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_update_without_memory_for_offloaded_moments_can_be_repeated() -> None:
+    """As if it had not begun, whichever chunk finds no memory."""
+    gradient = torch.randn(1000)
+    expected, weights = torch.zeros(1000), torch.zeros(1000)
+    Moments([expected], 0.1, (0.9, 0.999)).update([expected], [gradient], lr=1e-2)
+    moments = Moments([weights], 0.1, (0.9, 0.999), is_offloaded=True, chunk=320)
+    num_failures = 0
+    while moments.num_updates == 0:
+        with suppress(torch.OutOfMemoryError), LittleMemory(num_failures):
+            moments.update([weights], [gradient], lr=1e-2)
+        num_failures += 1
+        assert num_failures < 20
+    assert num_failures > 1
+    assert torch.equal(weights, expected)
 
 
 @pytest.mark.parametrize("lora", [None, LoraSettings(2, 6.0, ("q_proj",))], ids=["full", "lora"])

@@ -54,18 +54,25 @@ class Moments:
 
     @torch.no_grad()
     def update(self, weights: Sequence[Tensor], gradients: Sequence[Tensor], lr: float) -> None:
-        """One step of AdamW at the rate `lr`."""
-        self.num_updates += 1
-        if not self.is_offloaded:
+        """One step of AdamW at the rate `lr`. Without memory for it, nothing changes."""
+        if self.is_offloaded:
+            self._compute_in_chunks(weights, gradients, lr)
+        else:
             self._compute(weights, gradients, self.exp_avg, self.exp_avg_sq, lr)
-            return
+        self.num_updates += 1
+
+    def _compute_in_chunks(self, weights: Sequence[Tensor], gradients: Sequence[Tensor], lr: float) -> None:
+        size = min(self._chunk, max(map(len, weights)))
+        buffers = [weights[0].new_empty(size) for _ in range(2)]  # before the first weight changes
         for whole in zip(weights, gradients, self.exp_avg, self.exp_avg_sq, strict=True):
             for weight, gradient, *saved in zip(*(x.split(self._chunk) for x in whole), strict=True):
-                first, second = (x.to(weight.device, non_blocking=True, copy=True) for x in saved)
+                first, second = (buffer[: len(weight)] for buffer in buffers)
+                first.copy_(saved[0], non_blocking=True)
+                second.copy_(saved[1], non_blocking=True)
                 self._compute([weight], [gradient], [first], [second], lr)
                 for host, moment in zip(saved, (first, second), strict=True):
                     host.copy_(moment, non_blocking=True)
-        if weights and weights[0].is_cuda:
+        if weights[0].is_cuda:
             torch.cuda.current_stream(weights[0].device).synchronize()  # the host may read the moments now
 
     def _compute(
@@ -78,7 +85,7 @@ class Moments:
     ) -> None:
         """Call torch's function: its AdamW class does no more, and imports torch's compiler for a second."""
         beta1, beta2 = self._betas
-        steps = [torch.full((), self.num_updates - 1.0, device=x.device) for x in weights]
+        steps = [torch.full((), float(self.num_updates), device=x.device) for x in weights]  # so far
         adamw(
             [*weights],
             [*gradients],
