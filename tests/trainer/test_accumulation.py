@@ -160,8 +160,10 @@ def test_the_pair_loss_at_the_reference_is_log_2_for_any_number_of_pairs() -> No
         assert metrics["actor/pg_loss"] == pytest.approx(0.6931472, rel=1e-5)
 
 
-def test_a_pair_with_an_empty_response_is_ignored() -> None:
-    best_is_empty = [Sample([1], [], [], 1.0), Sample([1], [3, 4], [-1.0] * 2, -1.0)]
+@pytest.mark.parametrize("observations", [[], [8, 9]], ids=["no tokens", "observations alone"])
+def test_a_pair_with_an_empty_response_is_ignored(observations: list[int]) -> None:
+    empty = Sample([1], observations, [], 1.0, loss_mask=[0] * len(observations))
+    best_is_empty = [empty, Sample([1], [3, 4], [-1.0] * 2, -1.0)]
     worst_is_empty = [Sample([2], [5], [-1.0], 1.0), Sample([2], [], [], -1.0)]
     pair = [Sample([3], [5, 6], [-1.0] * 2, 1.0), Sample([3], [7], [-1.0], -1.0)]
     metrics = make_trainer(PAIRS).step(best_is_empty + worst_is_empty)

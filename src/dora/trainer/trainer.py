@@ -273,8 +273,11 @@ class Trainer:
 
 
 def _pairs(samples: Sequence[Sample]) -> list[Unit]:
-    """The preference pair of each group, best response first; without pairs that have an empty response."""
+    """The preference pair of each group, best response first.
+
+    Without pairs of which one response has no token in the loss.
+    """
     members = [s for s in samples if any(s.advantages or [s.advantage])]  # also empty responses
     pairs = zip(members[::2], members[1::2], strict=True)
-    nonempty = [pair for pair in pairs if all(s.token_ids for s in pair)]
+    nonempty = [pair for pair in pairs if all(s.num_loss_tokens for s in pair)]
     return [sorted(pair, key=lambda s: sum(s.advantages), reverse=True) for pair in nonempty]
