@@ -50,6 +50,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
     "glm4": {"partial_rotary_factor": 0.5},
+    "gpt_bigcode": {"n_inner": 48},  # as GPT-2, with linear layers in place of convolutions
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "qwen3_next": {
         "layer_types": ["linear_attention", "full_attention"],
         "linear_num_key_heads": 2,

@@ -177,7 +177,8 @@ def test_a_critic_reads_values_from_the_hidden_states_and_learns_the_returns(fol
     batch = samples(model)
     for sample, predicted in zip(batch, critic.predict_values(batch), strict=True):
         tokens = torch.tensor([[*sample.prompt_ids, *sample.token_ids]])
-        hidden = model.model(tokens, use_cache=False).last_hidden_state[0, len(sample.prompt_ids) - 1 : -1]
+        outputs = next(model.children())(tokens, use_cache=False)  # without the head
+        hidden = outputs.last_hidden_state[0, len(sample.prompt_ids) - 1 : -1]
         assert predicted.values == pytest.approx((hidden @ head[0]).tolist(), abs=1e-4)
     losses = []
     for step in range(8):

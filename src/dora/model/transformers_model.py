@@ -412,11 +412,17 @@ class _Layer(nn.Module):
 class _GivenHiddenStates(nn.Module):
     """In place of a model's layers: the hidden states are the input."""
 
-    def forward(self, *, inputs_embeds: Tensor, **_: Any) -> Any:
+    @property
+    def decoder(self) -> nn.Module:
+        """What heads of OPT call."""
+        return self
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
         from transformers.modeling_outputs import MoeModelOutputWithPast
 
         out: Any = MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
         out.image_outputs = out.video_outputs = out.rope_deltas = None  # which heads of Qwen-VL return
+        out.cross_attentions = None  # of GPT-2
         return out
 
 
