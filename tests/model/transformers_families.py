@@ -28,6 +28,13 @@ _MIXED_LAYERS = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {**_MIXED_LAYERS, "tie_word_embeddings": True, "query_pre_attn_scalar": 8},
+    "gemma4_text": {
+        **_MIXED_LAYERS,
+        "tie_word_embeddings": True,
+        "global_head_dim": 16,
+        "vocab_size_per_layer_input": 40,
+        "hidden_size_per_layer_input": 8,
+    },
     "gemma2": {**_MIXED_LAYERS, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
     "mistral": _WINDOW,
     "phi": {"partial_rotary_factor": 0.5, "resid_pdrop": 0.1},

@@ -73,6 +73,7 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> TransformersConfig:
     source = json.dumps(raw, sort_keys=True)
     model, names = _skeleton(source)
     config = model.config.get_text_config()
+    config.allow_global_per_layer_attribute_access = True  # head_dim of Gemma 4, whose layers differ
     if _value(config, "max_position_embeddings", 0) < 1:  # state-space models, for one
         raise ModelError(
             f"{folder}: model_type = {kind!r} is not supported: config.json has no max_position_embeddings, "
@@ -366,12 +367,16 @@ class TransformersModel:
 
 
 class _Weight(NamedTuple):
-    """Where a module keeps a weight, under which key, and the tensors of the flat buffer that it stacks."""
+    """Where a module keeps a weight, under which key, and the tensors of the flat buffer that it stacks.
+
+    A buffer of the module has no gradient, as the scale of a layer of Gemma 4.
+    """
 
     tensors: dict[str, Any]
     key: str
     names: Sequence[str]
     shape: torch.Size
+    is_buffer: bool
 
 
 class _Binding:
@@ -381,9 +386,10 @@ class _Binding:
         self._bound, self._weights, self._dtype = bound, weights, dtype
 
     def __enter__(self) -> None:
-        for tensors, key, names, shape in self._bound:
+        for tensors, key, names, shape, is_buffer in self._bound:
             parts = [self._weights[name].to(self._dtype) for name in names]  # copies carry the gradient back
-            tensors[key] = parts[0] if len(parts) == 1 else torch.cat(parts).view(shape)
+            weight = parts[0] if len(parts) == 1 else torch.cat(parts).view(shape)
+            tensors[key] = weight.detach() if is_buffer else weight
 
     def __exit__(self, *_: object) -> None:
         for tensors, key, *_rest in self._bound:
@@ -417,13 +423,19 @@ class _GivenHiddenStates(nn.Module):
         """What heads of OPT call."""
         return self
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
-        from transformers.modeling_outputs import MoeModelOutputWithPast
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _HiddenStates:
+        return _HiddenStates((inputs_embeds,))
 
-        out: Any = MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
-        out.image_outputs = out.video_outputs = out.rope_deltas = None  # which heads of Qwen-VL return
-        out.cross_attentions = None  # of GPT-2
-        return out
+
+class _HiddenStates(tuple[Tensor]):
+    """The output of a model's layers. What else a head returns, such as caches, is None."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 @lru_cache(maxsize=4)
@@ -527,7 +539,8 @@ def _weight(model: nn.Module, config: ModelConfig, name: str, first: str) -> _We
     if stacked is not None and not isinstance(config, TransformersConfig):
         experts, kinds = range(config.num_experts), stacked[2].split("_")
         names = [f"{stacked[1]}.{i}.{kind}_proj.weight" for i in experts for kind in kinds]
-    return _Weight(tensors, key, names, tensors[key].shape)
+    is_buffer = tensors is model.get_submodule(name.rpartition(".")[0])._buffers
+    return _Weight(tensors, key, names, tensors[key].shape, is_buffer)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
