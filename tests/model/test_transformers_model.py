@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.model.test_pretrained import change_config
 from tests.model.transformers_families import FAMILIES, save_tiny
+from transformers import AutoModelForCausalLM
 
 from dora.core.types import GroupId, RequestId
 from dora.engine.backends.transformers_engine import Transformers
@@ -17,6 +18,8 @@ from dora.engine.request import Request, SamplingParams
 from dora.errors import ModelError
 from dora.model.config import ModelConfig, TransformersConfig
 from dora.model.pretrained import check_pretrained, has_published_names, load_config, load_pretrained
+from dora.model.transformers_model import TransformersModel
+from dora.model.weights import WeightLayout
 from dora.trainer.logprobs import GroupLogprobs
 from dora.trainer.settings import Sample, TrainerSettings
 
@@ -104,6 +107,25 @@ def test_servers_find_the_weights_of_versions_unless_transformers_stacks_experts
         folder = save_tiny(kind, tmp_path / kind)
         found[kind] = has_published_names(folder, load_config(folder))
     assert [kind for kind, is_found in found.items() if not is_found] == ["deepseek_v3", "qwen3_next"]
+
+
+def test_a_head_reads_an_attribute_of_its_layers_and_a_config_an_infinite_number(tmp_path: Path) -> None:
+    """As in Falcon-H1: transformers writes its time_step_limit as an object."""
+    mamba = {
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+    }
+    config, flat = load_pretrained(save_tiny("falcon_h1", tmp_path, **mamba, lm_head_multiplier=0.5))
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    model = TransformersModel(config, WeightLayout(config).views(flat), torch.device("cpu"), torch.float32)
+    tokens = torch.arange(1, 13)[None]
+    with torch.no_grad():
+        logits = model.logits(model.hidden_states(tokens)[0])
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(tokens).logits[0]
+    torch.testing.assert_close(logits, expected)
 
 
 def test_a_family_of_the_own_decoder_stays_with_it(tmp_path: Path) -> None:

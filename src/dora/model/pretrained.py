@@ -184,12 +184,17 @@ def _unstacked(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(path.read_text(), object_hook=_special_float)
     except json.JSONDecodeError as error:
         raise ModelError(f"{path} is not valid JSON: {error}; copy or save the model again") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path} must contain a JSON object, not a {type(raw).__name__}")
     return raw
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    """transformers 5 writes an infinite number as {"__float__": "Infinity"}, for JSON has none."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 @contextlib.contextmanager

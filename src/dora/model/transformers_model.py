@@ -254,7 +254,7 @@ class TransformersModel:
             parent, _, key = layer.rpartition(".")
             setattr(model.get_submodule(parent), key, self._layers[-1])
         self._backbone: Any = getattr(model, place)
-        setattr(model, place, _GivenHiddenStates())
+        setattr(model, place, _GivenHiddenStates(self._backbone))
         self._head = model
         has_cache = "cache" in inspect.signature(self._backbone.forward).parameters
         self._cache_argument = "cache" if has_cache else "past_key_values"  # before transformers 5.24
@@ -418,10 +418,18 @@ class _Layer(nn.Module):
 class _GivenHiddenStates(nn.Module):
     """In place of a model's layers: the hidden states are the input."""
 
+    def __init__(self, layers: nn.Module) -> None:
+        """Heads find attributes of the `layers`, as the multiplier of Falcon-H1."""
+        super().__init__()
+        self._others = [layers]  # in a list, so that they are no module of this one
+
     @property
     def decoder(self) -> nn.Module:
         """What heads of OPT call."""
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_others"][0], name)
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _HiddenStates:
         return _HiddenStates((inputs_embeds,))
