@@ -40,6 +40,15 @@ def test_a_trainer_resumed_from_a_checkpoint_takes_the_same_next_step(tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "tokenizer.json"]
 
 
+def test_a_checkpoint_has_what_the_processor_of_a_model_needs(tmp_path: Path) -> None:
+    """Templates, and how images and videos are read: transformers has defaults in place of missing files."""
+    names = "chat_template.json", "preprocessor_config.json", "video_preprocessor_config.json"
+    for name in names:
+        (tmp_path / name).write_text(name)
+    save_checkpoint(tmp_path / "step-1", TINY, initial(), {}, step=1, source=tmp_path)
+    assert [(tmp_path / "step-1" / name).read_text() for name in names] == [*names]
+
+
 def test_a_plain_model_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "model", TINY, initial(), {}, step=0, source=tmp_path)
     (tmp_path / "model" / "optimizer.pt").unlink()
