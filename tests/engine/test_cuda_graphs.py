@@ -285,6 +285,24 @@ def test_a_row_that_joins_between_steps_waits_for_the_step_in_flight() -> None:
     assert tiny.output_tokens(found) == tiny.output_tokens(tiny.run(tiny.make_engine(), requests))
 
 
+@pytest.mark.usefixtures("padded")
+def test_a_row_that_joins_between_steps_decodes_with_the_next_one() -> None:
+    """Also if no request starts, ends or is swapped meanwhile."""
+    engine = tiny.make_engine(max_rows=4)
+    requests = [tiny.make_request(i, max_tokens=30, prompt_length=9) for i in range(2)]
+    engine.submit(requests)
+    for _ in range(3):
+        engine.step()
+    engine.decode_only([requests[0].id])
+    for _ in range(3):
+        engine.step()
+    engine.decode_only([])
+    before = engine.progress()[requests[1].id]
+    for _ in range(3):
+        engine.step()
+    assert engine.progress()[requests[1].id] >= before + 2
+
+
 def test_warming_up_captures_the_graphs_of_one_version_and_leaves_nothing_else(padded: None) -> None:
     requests = [tiny.make_request(number, max_tokens=12) for number in range(6)]
     cold, warm = tiny.make_engine(max_rows=8), tiny.make_engine(max_rows=8, num_versions=0)

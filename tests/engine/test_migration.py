@@ -115,6 +115,22 @@ def test_a_request_migrates_with_one_token_left_to_generate(cluster: EngineClust
     cluster.check_bits(migrating)
 
 
+@pytest.mark.parametrize(("prompt_length", "num_steps"), [(14, 19), (16, 17), (20, 13)])
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_request_whose_blocks_are_full_gets_another_one_before_it_decodes(
+    cluster: EngineCluster, prompt_length: int, num_steps: int, is_busy: bool
+) -> None:
+    """It has one token left or more, and may join the batch together with another request."""
+    migrating = make_request(1, prompt_length=prompt_length, max_tokens=20)
+    _, destination = cluster.begin(migrating, num_steps)
+    others = [make_request(i, prompt_length=17, max_tokens=40) for i in (4, 8)] if is_busy else []
+    destination.submit(others[:1])
+    cluster.step("b", 5)
+    cluster.migrate(migrating, "a", "b")
+    destination.submit(others[1:])
+    cluster.check_answers([migrating, *others])
+
+
 def test_a_request_that_finishes_before_its_export_stays(cluster: EngineCluster) -> None:
     migrating = make_request(1, max_tokens=20)
     cluster.begin(migrating, 19)

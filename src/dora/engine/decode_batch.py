@@ -300,11 +300,12 @@ class KVCache:
         if self._num_safe_steps and self._checked_rows is batch.active:
             self._num_safe_steps -= 1
             return []
-        num_left = self._capacities[batch.active] - batch.active_positions() - self._num_steps_ahead
+        room = self._capacities[batch.active] - batch.active_positions()  # 0: not for the next input
+        num_left = room - self._num_steps_ahead
         self._checked_rows = batch.active
         self._num_safe_steps = max(0, int(num_left.min(initial=BLOCK_SIZE)) - 1)
         found: list[int] = np.flatnonzero(
-            (num_left <= 0) & batch.has_tokens_left(self._num_steps_ahead)
+            (room <= 0) | (num_left <= 0) & batch.has_tokens_left(self._num_steps_ahead)
         ).tolist()
         return found
 

@@ -510,6 +510,7 @@ class Engine:
         is_read_first, num_rows = self._must_read_first(), len(self._batch.active)
         if is_read_first:
             completions += self._complete(self._decode(lambda: False))
+            self._update_batch()  # those that waited for that step join, and the scheduler grows their rows
         self._prefill(self._schedule())
         if is_read_first:
             if len(self._batch.active):
