@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from tests.engine import tiny
+from tests.engine.engine_cluster import EngineCluster
 from tests.runtime.running import wait_until
 from tests.runtime.tiny import MODEL, save_start
 
@@ -18,7 +20,7 @@ from dora.engine.request import Completion, Request, SamplingParams
 from dora.model.weights import initial_weights, parameter_shapes
 from dora.runtime.process import messages as m
 from dora.runtime.process.worker_process import Worker, WorkerMessages
-from dora.runtime.rollout.engine_worker import run_engine
+from dora.runtime.rollout.engine_worker import OutputReporter, run_engine
 from dora.weights.store import WeightStore
 
 WEIGHTS = initial_weights(MODEL, seed=0)
@@ -144,6 +146,26 @@ def test_both_sides_reply_to_a_cancelled_migration(pair: Engines) -> None:
     assert pair.receive(1, m.ImportFailed) == m.ImportFailed(5, "the migration was cancelled")
     pair.send(0, m.ResumeDecoding())
     assert pair.receive(0, m.RequestsCompleted).completions == [completion_of(request)]
+
+
+def test_the_output_of_a_request_that_comes_again_is_reported_from_its_first_token(tmp_path: Path) -> None:
+    """It is here, starts again elsewhere and migrates here, within one interval of reports."""
+    engines = EngineCluster(tmp_path)
+    here, elsewhere = engines.add_engine("here"), engines.add_engine("elsewhere")
+    reporter, request = OutputReporter(here, 3600.0), tiny.make_request(0, prompt_length=20)
+    here.submit([request])
+    engines.step("here", 5)
+    (part,) = reporter.new_parts({request.id})
+    assert (part.start, len(part.token_ids)) == (0, 5)
+    here.abort([request.id])
+    elsewhere.submit([request])
+    engines.step("elsewhere", 2)
+    slot = HandoffSlots(tmp_path).allocate(0, request)
+    reporter.on_message(m.ReserveMigration(0, request, None, slot, WAIT_S))
+    engines.migrate(request, "elsewhere", "here")
+    engines.step("here")
+    (part,) = reporter.new_parts({request.id})
+    assert (part.start, len(part.token_ids)) == (0, 3)
 
 
 SLOW_ENGINE = """

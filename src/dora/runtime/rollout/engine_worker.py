@@ -24,7 +24,7 @@ from dora.engine.messages import (
     SupportsEpisodes,
     SupportsMigration,
 )
-from dora.engine.request import EngineError
+from dora.engine.request import EngineError, Request
 from dora.errors import ModelError
 from dora.metrics.rollout import EngineUsage
 from dora.runtime.process import messages as m
@@ -70,8 +70,8 @@ def run_engine(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.EngineSpec) -> 
             if isinstance(message, m.Shutdown):
                 return
             poll_wait_s = MIN_POLL_WAIT_S
-            if outputs and isinstance(message, m.SubmitRequests):
-                outputs.forget(request.id for request in message.requests)
+            if outputs:
+                outputs.on_message(message)
             if (reply := _handle(engine, loader, message)) is not None:
                 replies.append(reply)
         replies += loader.poll()
@@ -248,10 +248,18 @@ class OutputReporter:
         self._engine, self._interval_s, self._next_s = engine, interval_s, 0.0
         self._num_reported: dict[RequestId, int] = {}
 
-    def forget(self, requests: Iterable[RequestId]) -> None:
-        """Report the outputs of these requests from their first token again."""
+    def on_message(self, message: object) -> None:
+        """Report the outputs of requests that come to this engine from their first token.
+
+        A request may have been here before, and have started again since.
+        """
+        requests: Iterable[Request] = ()
+        if isinstance(message, m.SubmitRequests):
+            requests = message.requests
+        elif isinstance(message, m.ReserveMigration):
+            requests = [message.request]
         for request in requests:
-            self._num_reported.pop(request, None)
+            self._num_reported.pop(request.id, None)
 
     def due_parts(self) -> list[OutputPart]:
         """The new tokens of all requests once per interval, else none."""
