@@ -5,20 +5,22 @@ The servers are fakes. `real_servers.py` checks the tokens that real ones genera
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.contract.fleet import NUM_PROMPT, REQUEST, Fleet
+from tests.contract.fleet import MAX_POLLS, NUM_PROMPT, REQUEST, Fleet
 
 from dora.core.types import Chunk
+from dora.data.tokenizer import save_character_tokenizer
 from dora.engine.engine import Engine
 from dora.engine.messages import ExportFailed, ExportFinished, ImportFailed, ImportFinished, MigrationReply
 from dora.engine.request import EngineError
 from dora.model.weights import weight_digest
 from dora.testing import CONFIG, make_request, version_weights
-from dora.testing.engine_contract import MAX_CONTEXT, MAX_ROWS
+from dora.testing.engine_contract import CHARACTERS, MAX_CONTEXT, MAX_ROWS, POLL_S
 
 
 @pytest.fixture
@@ -118,6 +120,28 @@ def test_a_request_that_finishes_while_it_is_halted_is_answered_by_its_source(fl
     assert replies == [ExportFailed(1, "the request finished before it was exported")]
     assert len(fleet.driver.finish(source, REQUEST).token_ids) == 30
     assert not source.can_step
+
+
+def test_a_halted_request_whose_text_has_ended_is_not_continued(fleet: Fleet) -> None:
+    """A stop string is complete before the server obeys the abort; then the migration is cancelled."""
+    save_character_tokenizer(fleet.folder / "model", CHARACTERS)
+    request = make_request(0, max_tokens=30, stop_strings=("l",))  # of the text "jklm..."
+    source = fleet.engine(event_interval_s=0.1, holds_after=2, ignored_aborts=9)
+    destination = fleet.engine()
+    source.submit([request])
+    fleet.driver.step_until_first_token(source, request)
+    assert fleet.driver.start(request, source, destination) == []
+    for _ in range(MAX_POLLS):
+        assert fleet.driver.poll(source) == []
+        if source.progress()[request.id] > 1:
+            break
+        threading.Event().wait(POLL_S)
+    source.cancel_migration(1)
+    assert fleet.driver.poll(source) == [ExportFailed(1, "the migration was cancelled")]
+    fleet.servers[0].clear_faults()
+    answer = fleet.driver.finish(source, request)
+    assert "".join(CHARACTERS[token] for token in answer.token_ids) == "jkl"
+    assert (answer.finish_reason, len(fleet.servers[0].generate_calls)) == ("stop", 1)
 
 
 def test_an_engine_with_other_weights_rejects_the_import(fleet: Fleet) -> None:

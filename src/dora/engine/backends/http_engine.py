@@ -688,7 +688,7 @@ class HttpEngine(ABC):
 
     def continue_halted(self, request_id: RequestId) -> None:
         running = self._running.get(request_id)
-        if running is None or not running.is_halting:
+        if running is None or not running.is_halting or running.is_stopped:  # stopped: it is about to finish
             return
         kv = self._exported_kv(running) if running.is_halted else None
         if not running.is_halted:
