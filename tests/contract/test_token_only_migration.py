@@ -144,6 +144,22 @@ def test_a_halted_request_whose_text_has_ended_is_not_continued(fleet: Fleet) ->
     assert (answer.finish_reason, len(fleet.servers[0].generate_calls)) == ("stop", 1)
 
 
+def test_the_end_of_an_episode_ends_its_migration(fleet: Fleet) -> None:
+    episode = make_request(0, max_tokens=30, max_turn_tokens=1)
+    source, destination = fleet.engine(), fleet.engine()
+    source.submit([episode])
+    for _ in range(MAX_POLLS):
+        fleet.driver.step(source)
+        if source.pop_finished_turns():
+            break
+    assert fleet.driver.start(episode, source, destination) == []
+    assert fleet.driver.poll(source) == [], "it migrates when it continues"
+    source.end_episode(episode.id)
+    failed = ExportFailed(1, "the request finished before it was exported")
+    assert fleet.driver.poll(source) == [failed]
+    assert len(fleet.driver.finish(source, episode).token_ids) == 1
+
+
 def test_an_engine_with_other_weights_rejects_the_import(fleet: Fleet) -> None:
     """C1: a version number with other bytes is another version."""
     source, destination = fleet.source(), fleet.engine(version=1)

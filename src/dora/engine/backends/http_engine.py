@@ -590,6 +590,7 @@ class HttpEngine(ABC):
         running = self._between_turns(request_id)
         del self._running[request_id]
         self._completions.append(self._completion(running, running.turn_reason))
+        self._migrator.fail_export(request_id, "the request finished before it was exported")
 
     def _between_turns(self, request_id: RequestId) -> ServerRequest:
         running = self._running.get(request_id)
