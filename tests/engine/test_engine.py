@@ -284,6 +284,14 @@ def test_kv_usage_falls_to_zero_when_all_requests_have_finished() -> None:
     assert engine.kv_usage == 0
 
 
+def test_blocks_that_siblings_share_count_once_in_kv_usage() -> None:
+    engine = make_engine(max_rows=8, num_blocks=20)
+    engine.submit([make_request(i, group_size=8, prompt_length=65) for i in range(8)])
+    engine.step()
+    assert engine.num_running == 8
+    assert engine.kv_usage == pytest.approx((4 + 8) / 20)
+
+
 def test_an_idle_engine_does_nothing() -> None:
     engine = make_engine()
     run(engine, [make_request(i) for i in range(8)])

@@ -210,9 +210,8 @@ class Engine:
 
     @property
     def kv_usage(self) -> float:
-        """Fraction of the KV blocks that hold tokens of running requests."""
-        running = self._scheduler.running.values()
-        return sum(num_blocks_for(self._batch.num_computed_tokens(s)) for s in running) / self._num_blocks
+        """Fraction of the KV blocks in use. Those that requests share count once, cached ones do not."""
+        return self._scheduler.num_used_blocks / self._num_blocks
 
     @property
     def is_idle(self) -> bool:

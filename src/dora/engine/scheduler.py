@@ -190,6 +190,11 @@ class Scheduler:
         """Remove the prompts of a version without requests from the prefix cache."""
         self._blocks.unregister(self._hash_seeds.pop(version))
 
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks of rows, and of prompts that are kept for siblings."""
+        return self._num_blocks - self._blocks.num_free
+
     def num_blocks_required(self, request: Request) -> int:
         """The maximum number of blocks of a request that is alone in the engine."""
         num_shared = request.num_prefill_tokens // BLOCK_SIZE
