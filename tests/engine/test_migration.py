@@ -1,5 +1,6 @@
 """A migrated request generates the same answer as one that stays."""
 
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ from tests.engine.engine_cluster import EngineCluster
 from tests.engine.tiny import TINY, make_engine, make_request, output_tokens, run
 
 from dora.engine import block_manager
+from dora.engine.kv_transfer import handoff, transfer
+from dora.engine.kv_transfer.handoff import Handoff
 from dora.engine.messages import ExportFailed, ExportFinished, ImportFailed, ImportFinished
 from dora.engine.request import EngineError
 
@@ -77,6 +80,33 @@ def test_requests_that_migrate_at_once_share_a_small_staging_area(
     stage.check_answers(requests)
     assert all(isinstance(stage.reply_of("b", each), ImportFinished) for each in migrations)
     assert destination.num_prefilled == 0
+
+
+@pytest.mark.parametrize("period", range(1, 6))
+def test_staged_blocks_that_are_copied_while_the_source_polls_are_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, period: int
+) -> None:
+    """The destination, another process, may copy a block after any read of their number by the source."""
+    for name in ("_MAX_STOPPED_BYTES", "_BYTES_PER_POLL"):
+        monkeypatch.setattr(transfer, name, 0)
+    cluster, migrating = EngineCluster(tmp_path, kv_transfer="staged"), make_request(1, max_tokens=90)
+    cluster.begin(migrating, 70)
+    reads = count()
+
+    class ConcurrentHandoff(Handoff):
+        @property
+        def num_copied(self) -> int:
+            num_copied = super().num_copied
+            if next(reads) % period == 1 % period:
+                cluster.poll("b")
+            return num_copied
+
+    monkeypatch.setattr(handoff, "Handoff", ConcurrentHandoff)
+    migration_id = cluster.start_migration(migrating, "a", "b")
+    for _ in range(50):
+        cluster.poll("a")
+    assert cluster.reply_of("a", migration_id) == ExportFinished(migration_id)
+    cluster.check_bits(migrating)
 
 
 def test_a_request_may_migrate_several_times_and_return(cluster: EngineCluster) -> None:

@@ -97,8 +97,9 @@ class KVExport(OutgoingMigration):
         if kv is None:
             return True
         if self._is_published:
-            kv.release(self._published[self._num_released : self.num_copied])
-            self._num_released, num_full = self.num_copied, num_computed // BLOCK_SIZE
+            num_copied, num_full = self.num_copied, num_computed // BLOCK_SIZE  # read once: it may change now
+            kv.release(self._published[self._num_released : num_copied])
+            self._num_released = num_copied
             start = first + len(self._published)
             stop = min(num_full, start + min(_num_blocks_per_poll(kv), kv.num_free))
             if blocks := sequence.block_table[start:stop]:
