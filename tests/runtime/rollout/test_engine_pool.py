@@ -11,7 +11,10 @@ import pytest
 from tests.runtime.fake_process import FakeLauncher
 
 from dora.config import load
-from dora.core.events import EngineJoined, EngineLost, Event
+from dora.core.actions import Migrate
+from dora.core.events import EngineJoined, EngineLost, Event, MigrationFailed
+from dora.core.types import GroupId, RequestId
+from dora.engine.request import Request, SamplingParams
 from dora.runtime.process.messages import WorkerReady
 from dora.runtime.process.supervisor import DriverClock, Supervisor
 from dora.runtime.process.worker_process import WorkerMessages
@@ -110,3 +113,16 @@ def test_kv_comes_from_the_pool_on_one_node_and_from_the_address_between_two(
     assert case.pool._kv_source(0, 1) == "machine-0"
     case.pool._kv_addresses.clear()
     assert case.pool._kv_source(0, 1) is None
+
+
+def test_a_migration_to_an_engine_whose_loss_is_not_reported_yet_fails(case: Case) -> None:
+    """The loss waits for another migration, which the source has not ended."""
+    first, second = (
+        Request(RequestId(0, 0, k), GroupId(0, 0), (1, 2), 0, k, SamplingParams(1.0, 4)) for k in range(2)
+    )
+    case.pool.migrate(Migrate(first.id, 0, 1, 0, "a test"), first)
+    case.events.clear()
+    case.kill(1)
+    assert not case.events
+    case.pool.migrate(Migrate(second.id, 0, 1, 0, "a test"), second)
+    assert [*case.events] == [MigrationFailed(second.id, 0, 1, "an engine is lost")]

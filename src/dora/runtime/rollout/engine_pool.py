@@ -193,7 +193,7 @@ class EnginePool:
 
     def migrate(self, action: Migrate, request: Request) -> None:
         """Start a migration; `request` is as it was submitted."""
-        if action.source in self.workers:
+        if self.workers.keys() >= {action.source, action.destination}:
             self.migrations.start(action, request, self._kv_source(action.source, action.destination))
         else:
             self.migrations.reject(action)
