@@ -454,12 +454,35 @@ def test_an_evaluation_needs_no_settings_of_a_trainer(file: Path) -> None:
     text = file.read_text().replace("[trainer]\n", f"[trainer]\n{trainer}")
     file.write_text(text + '[algorithm]\nkl_loss_coef = 0.1\n[eval]\npath = "gcd"\nevery = 5\n')
     assert "micro_batch_tokens = 9" in error_of(file)
-    config = read_config(file, ["eval.num_samples=4"], only_evaluates=True)
+    config = read_config(file, ["eval.num_samples=4", "run.steps=0"])
     assert (config.run.steps, config.trainer.device, config.trainer.num_ranks) == (0, "cpu", 1)
     assert (config.eval.num_samples, config.algorithm.kl_loss_coef) == (4, 0.0)
     without = text.partition("[trainer]")[0].replace("[run]\nsteps = 10\n", "")
     file.write_text(without + '[eval]\npath = "gcd"\n')
-    assert read_config(file, only_evaluates=True).run.steps == 0
+    assert read_config(file, ["run.steps=0"]).trainer.num_ranks == 1
+
+
+def test_an_evaluation_uses_nothing_of_a_trainer_in_other_sections(file: Path) -> None:
+    held_out = ["eval.path=gcd", "run.steps=0"]
+    slack = read_config(file, ["orchestrator.slack=4", *held_out])
+    assert (slack.orchestrator.slack, slack.orchestrator.placement) == (0, "dynamic")
+    colocated = read_config(file, ["orchestrator.placement=colocated", *held_out])
+    assert colocated.orchestrator.placement == "dynamic"
+    static = read_config(file, ["orchestrator.placement=static", *held_out])
+    assert static.orchestrator.placement == "static"
+    served = read_config(file, ["service.trainer=external", "service.idle_timeout_s=9", *held_out])
+    assert (served.service.trainer, served.external_source) == ("internal", None)
+    assert read_config(file, ["sampling.top_k=1", *held_out]).sampling.top_k == 1
+    checkpoint = "trainer.continue_from=model"
+    assert "name the model to evaluate, such as this checkpoint, in model.path" in error_of(
+        file, checkpoint, *held_out
+    )
+
+
+def test_the_revision_of_a_file_is_not_that_of_a_path_in_an_override(file: Path) -> None:
+    file.write_text(file.read_text().replace('path = "model"', f'path = "model"\nrevision = "{"0" * 40}"'))
+    assert "model.path" in error_of(file)
+    assert read_config(file, [f"model.path={file.parent / 'model'}"]).model.revision is None
 
 
 def test_a_run_without_steps_needs_held_out_prompts(file: Path) -> None:

@@ -164,3 +164,20 @@ def test_an_evaluation_without_training_survives_a_crash_and_a_resume(task: Path
     assert "trainer" not in ended.out
     assert not (run.out / "checkpoints").exists()
     assert dora("audit", run.out, "--deep", "5").code == 0
+    check_finished_evaluation(run.out)
+
+
+def check_finished_evaluation(run: Path) -> None:
+    """Neither a repeated command nor a resume changes it, and it is no start of a training run."""
+    files = [run / "metrics.jsonl", run / "samples.sqlite", run / "summary.json"]
+    before = [file.read_bytes() for file in files]
+    config = run.parent / "given.toml"
+    config.write_bytes((run / "config.toml").read_bytes())
+    repeated = dora("eval", config, "--out", run, "--auto-resume")
+    assert (repeated.code, repeated.err) == (0, "")
+    assert "this run, which only evaluates, has finished" in repeated.out
+    assert "has finished" in dora("train", "--resume", run).err
+    extended = dora("train", "--resume", run, "--steps", "2", "--set", "trainer.lr_decay=constant")
+    assert (extended.code, "this run only evaluates" in extended.err) == (2, True)
+    assert [file.read_bytes() for file in files] == before
+    assert "finished, the model is evaluated" in dora("status", run).out

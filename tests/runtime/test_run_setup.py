@@ -12,6 +12,7 @@ from tests.runtime.running import settings
 from tests.runtime.tiny import CHARACTERS, write_task
 
 from dora.config.load import read_config
+from dora.core.types import RequestId
 from dora.runtime import run_dir
 from dora.runtime.run_setup import RunSetup
 
@@ -268,3 +269,13 @@ def test_held_out_rows_that_are_trained_are_noticed(task: Path) -> None:
 def test_a_dry_run_shows_the_notices(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("train", task, "--dry-run", "--set", "trainer.batch_size=8") == 0
     assert re.search(r"^notice +trainer.batch_size = 8 groups, and", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_held_out_requests_are_sampled_by_the_settings_of_evaluations(task: Path) -> None:
+    changes = ["eval.path=gcd", "eval.num_prompts=1", "eval.top_p=0.9", "sampling.top_k=5"]
+    setup = RunSetup.make(read_config(task, [*changes, "eval.temperature=0.5"]), task.parent / "run")
+    ids = RequestId(0, 0, 0), RequestId(-1, 0, 0), RequestId(-1, 0, 1)
+    trained, greedy, sampled = map(setup.sampling_of, ids)
+    assert (trained.temperature, trained.filters) == (1.0, {"top_k": 5})
+    assert (greedy.temperature, greedy.filters) == (0.0, {})
+    assert (sampled.temperature, sampled.filters) == (0.5, {"top_k": 5, "top_p": 0.9})

@@ -340,9 +340,12 @@ class LogprobRecomputer:
     def __str__(self) -> str:
         if self._is_exact:
             return "all bits must be equal, which needs the run's kind of machine and version of torch"
-        largest, mean = self.tolerance(self.config.sampling.temperature)
-        dtype = self.config.engine.dtype
-        return f"rounding in {dtype} explains up to {largest:.2g}, mean {mean:.2g}{self._why_inexact}"
+        temperature = self.config.sampling.temperature
+        largest, mean = self.tolerance(temperature)
+        explained = f"rounding in {self.config.engine.dtype} explains up to {largest:.2g}, mean {mean:.2g}"
+        if self.config.eval_sampling.temperature != temperature:
+            explained += f" at temperature {temperature:g}, and more at a lower one"
+        return f"{explained}{self._why_inexact}"
 
     @property
     def why_impossible(self) -> str:

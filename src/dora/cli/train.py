@@ -106,13 +106,17 @@ def evaluate(
     ] = None,
     out: Out = None,
     overrides: Overrides = None,
+    auto_resume: AutoResume = False,
 ) -> None:
     """Evaluate a model on the held-out prompts of a run: no training."""
     from dora.config import load
 
-    changes = [*(overrides or []), *([] if model is None else [f"model.path={json.dumps(str(model))}"])]
-    settings = load.read_config(config, changes, only_evaluates=True)
-    _start(settings, out or _new_folder(config, "-eval"), is_served=settings.external_source is not None)
+    short = [] if model is None else [f"model.path={json.dumps(str(model))}"]
+    settings = load.read_config(config, [*(overrides or []), *short, "run.steps=0"])
+    is_served = settings.external_source is not None
+    if (begun := _begun(out, auto_resume=auto_resume)) is not None:
+        _resume(begun, [], settings, auto_resume=True, is_served=is_served)
+    _start(settings, out or _new_folder(config, "-eval"), is_served=is_served)
 
 
 def _changes(
@@ -139,14 +143,24 @@ def _run(
         )
     if (config is None) == (resume is None) or (resume and out):
         raise typer.BadParameter("give either a CONFIG file, or --resume RUN without --out")
+    given = None if config is None else _read_config(config, changes)
+    if (begun := resume or _begun(out, auto_resume=auto_resume)) is not None:
+        _resume(begun, changes, given, auto_resume=auto_resume, is_served=is_served)
+    assert config is not None
+    assert given is not None
+    _start(given, out or _new_folder(config), is_served=is_served)
+
+
+def _begun(out: Path | None, *, auto_resume: bool) -> Path | None:
+    """The run that --auto-resume continues."""
     if auto_resume and out is None:
         raise typer.BadParameter("--auto-resume needs a CONFIG file and --out RUN")
-    given = None if config is None else _read_config(config, changes)
-    begun = out if auto_resume and out is not None and (out / "config.toml").is_file() else resume
-    if begun is None:
-        assert config is not None
-        assert given is not None
-        _start(given, out or _new_folder(config), is_served=is_served)
+    return out if auto_resume and out is not None and (out / "config.toml").is_file() else None
+
+
+def _resume(
+    begun: Path, changes: list[str], given: Config | None, *, auto_resume: bool, is_served: bool
+) -> NoReturn:
     from dora.runtime.process.worker_process import preload_workers
 
     preload_workers()  # during the imports of this process
@@ -165,7 +179,7 @@ def _run(
             print_notice(console, str(finished).removeprefix("--resume "))
             return {"stopped": "", "was_finished": True}
 
-    raise typer.Exit(_finish(begun, continue_run))
+    raise typer.Exit(_finish(begun, continue_run, "serve" if is_served else "train"))
 
 
 def _start(config: Config, out: Path, *, is_served: bool) -> NoReturn:
@@ -175,7 +189,8 @@ def _start(config: Config, out: Path, *, is_served: bool) -> NoReturn:
     from dora.runtime import run
 
     gateway = _gateway(config, out) if is_served else None
-    raise typer.Exit(_finish(out, lambda console: run.train(config, out, console, gateway=gateway)))
+    command = "serve" if is_served else "train"
+    raise typer.Exit(_finish(out, lambda console: run.train(config, out, console, gateway=gateway), command))
 
 
 def _read_config(path: Path, changes: list[str]) -> Config:
@@ -200,8 +215,11 @@ def _gateway(config: Config, run: Path) -> Gateway:
     return WebGateway(config.service, run)
 
 
-def _finish(out: Path, execute: Callable[[Console], dict[str, Any]]) -> int:
-    """Execute a run, audit its files and print the summary; returns the exit code, 130 after Ctrl-C."""
+def _finish(out: Path, execute: Callable[[Console], dict[str, Any]], command: str) -> int:
+    """Execute a run, audit its files and print the summary; returns the exit code, 130 after Ctrl-C.
+
+    `command` resumes it.
+    """
     from rich.console import Console
 
     from dora.audit import audit
@@ -224,7 +242,7 @@ def _finish(out: Path, execute: Callable[[Console], dict[str, Any]]) -> int:
         print_notice(console, f"the audit found: {finding}")
     if len(result.findings) > audit.MAX_PRINTED:
         print_notice(console, f"and {len(result.findings) - audit.MAX_PRINTED:,} more: see dora audit {out}")
-    closing = closing_line(out, is_stopped, _program())
+    closing = closing_line(out, is_stopped, _program(), command)
     print_notice(console, closing)
     return 130 if is_stopped else 1 if result.findings else 0
 

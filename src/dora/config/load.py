@@ -62,18 +62,14 @@ class Override(NamedTuple):
     value: Any
 
 
-def read_config(path: Path, overrides: Sequence[str] = (), *, only_evaluates: bool = False) -> Config:
+def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file and apply overrides, such as `trainer.lr=1e-4` or `reward_task.NAME.weight=2`.
 
     The value of an override is parsed as TOML, or is a plain string if it is not TOML. Paths become absolute:
-    those of the file are relative to its folder, those of overrides to the working directory.
-    `only_evaluates`: the run has no steps and no trainer, and the settings of the file for them do not apply.
-    Raises ConfigError.
+    those of the file are relative to its folder, those of overrides to the working directory. With
+    `run.steps = 0` the settings of the trainer are ignored. Raises ConfigError.
     """
-    tables = _read_tables(path)
-    if only_evaluates:
-        _drop_training(tables)
-    return _read(tables, [_parse_override(given) for given in overrides], path, path.parent)
+    return _read(_read_tables(path), [_parse_override(given) for given in overrides], path, path.parent)
 
 
 def make_config(tables: Mapping[str, Any]) -> Config:
@@ -88,8 +84,12 @@ def _read(tables: dict[str, Any], changes: Sequence[Override], name: Path | str,
     _drop_policy_keys(tables, changes)
     if Override("runtime", "kind", "local") in changes:
         tables.pop("ray", None)  # the [ray] of the file describes a cluster that the override leaves unused
+    _drop_revisions(tables, changes)
     for change in changes:
         _apply_override(tables, change)
+    run = tables.get("run")
+    if isinstance(run, dict) and run.get("steps") == 0:
+        _drop_training(tables)
     try:
         config = parse_config(tables)
     except ValidationError as error:
@@ -189,17 +189,34 @@ def _drop_policy_keys(tables: dict[str, Any], changes: Sequence[Override]) -> di
     return {key: table.pop(key) for key in POLICY_KEYS if key in table} if changes_policy else {}
 
 
+def _drop_revisions(tables: dict[str, Any], changes: Sequence[Override]) -> None:
+    """Remove the revision of each path that an override replaces."""
+    for section in {change.section for change in changes if change.key == "path"}:
+        if isinstance(table := tables.get(section), dict):
+            table.pop("revision", None)
+
+
 def _drop_training(tables: dict[str, Any]) -> None:
-    """Remove what only a trainer uses, so that it needs no GPU and is checked against nothing."""
-    trainer = {"batch_size": 1, "lr": 1.0}  # required, and of no effect
+    """Remove what only a trainer uses, so that it needs no GPU and is checked against nothing.
+
+    Raises ConfigError if the trainer would start with a checkpoint.
+    """
+    if isinstance(given := tables.get("trainer"), dict) and "continue_from" in given:
+        raise ConfigError(
+            f"run.steps = 0 with trainer.continue_from = {given['continue_from']!r}: name the model to "
+            "evaluate, such as this checkpoint, in model.path, and remove continue_from"
+        )
     for section in TRAINING_SECTIONS:
         tables.pop(section, None)
-    for section, key in (("orchestrator", "placement"), ("service", "trainer")):
+    tables["trainer"] = {"batch_size": 1, "lr": 1.0}  # required, and of no effect
+    for section, key, dropped in (
+        ("orchestrator", "placement", "colocated"),
+        ("orchestrator", "slack", None),  # any
+        ("service", "trainer", "external"),
+    ):
         table = tables.get(section)
-        if isinstance(table, dict) and table.get(key) in ("colocated", "external"):
-            del table[key]
-    run = tables.get("run", {})
-    tables |= {"trainer": trainer, "run": run | {"steps": 0} if isinstance(run, dict) else run}
+        if isinstance(table, dict) and table.get(key) == (dropped or table.get(key)):
+            table.pop(key, None)
 
 
 def _apply_override(tables: dict[str, Any], change: Override) -> None:

@@ -919,6 +919,11 @@ class Config(Section):
         return self.eval.path is not None or bool(self.eval_source)
 
     @property
+    def logs_evaluations(self) -> bool:
+        """Whether metrics.jsonl has the evaluations: there is a curve of them, or nothing else."""
+        return self.eval.every > 0 or self.run.steps == 0
+
+    @property
     def eval_sampling(self) -> SamplingSection:
         """[sampling] as it applies to the sampled responses of evaluations."""
         own = {key: getattr(self.eval, key) for key in ("temperature", "top_k", "top_p", "min_p")}

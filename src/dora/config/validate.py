@@ -24,7 +24,6 @@ def check(config: Config) -> None:
     _check_environment(config)
     _check_reward_tasks(config)
     _check_reward_source(config)
-    _check_filters(config)
     _check_max_staleness(config)
     _check_inflight_update(config)
     _check_admission(config)
@@ -37,11 +36,11 @@ def check(config: Config) -> None:
     _check_external_rewards(config)
     if config.run.steps:
         _check_training(config)
-    _check_effect(config)
 
 
 def _check_training(config: Config) -> None:
-    """The rules of groups and of the trainer."""
+    """The rules of groups and of the trainer; also that every key has an effect, as the trainer's then do."""
+    _check_filters(config)
     _check_curriculum(config)
     _check_groups(config)
     _check_elastic_trainer(config)
@@ -54,6 +53,7 @@ def _check_training(config: Config) -> None:
     _check_mini_batches(config)
     _check_streaming(config)
     _check_micro_batches(config)
+    _check_effect(config)
 
 
 def check_context(config: Config, max_position_embeddings: int) -> None:

@@ -147,13 +147,13 @@ class Completion:
     if all their bits are.
 
     `logprobs` are those of the distribution that the tokens were sampled from (greedy: at temperature 1).
-    `unfiltered_logprobs` are at the same temperature, before any filter: a trainer that applies no filters
-    compares its own with these. An SGLang server knows only these, and an evaluation on vLLM only the others:
-    both columns are then equal. `raw_logprobs` are the model's, at temperature 1. Observation tokens of an
-    episode have log-probs of NaN. A column of log-probs that is not needed is empty. `chunks` are runs of
-    tokens with the weights that decoded them. `routes` [prompt and output tokens - 1, MoE layers, k] are the
-    experts of each token, if the engine returns them. `branches` are those of an episode, which the driver
-    joins from several requests.
+    `unfiltered_logprobs` are at the same temperature, before any filter: a trainer that applies no
+    filters compares its own with these. SGLang reports only unfiltered log-probs, and vLLM in evaluations
+    only filtered ones: both columns then have the same values. `raw_logprobs` are the model's, at
+    temperature 1. Observation tokens of an episode have log-probs of NaN. A column of log-probs that is
+    not needed is empty. `chunks` are runs of tokens with the weights that decoded them. `routes` [prompt
+    and output tokens - 1, MoE layers, k] are the experts of each token, if the engine returns them.
+    `branches` are those of an episode, which the driver joins from several requests.
     """
 
     id: RequestId

@@ -19,7 +19,7 @@ class MetricDoc(NamedTuple):
     only: str = ""
 
     def matches(self, name: str) -> bool:
-        """Whether a name in a file is one of these names; NAME matches any text, S, N and K match a
+        """Whether a name in a file is one of these names; NAME and SOURCE match any text, S, N and K match a
         number.
         """
         return any(_pattern(own).fullmatch(name) for own in self.names)
@@ -39,7 +39,7 @@ class MetricSection(NamedTuple):
 
 def _pattern(name: str) -> re.Pattern[str]:
     pattern = re.sub(r"(?<=[_@])(?:S|N|K)(?=_|$)", r"\\d+", re.escape(name))
-    return re.compile(pattern.replace("NAME", "[^/]+"))
+    return re.compile(re.sub("NAME|SOURCE", "[^/]+", pattern))
 
 
 def _read_sections() -> tuple[MetricSection, ...]:

@@ -187,6 +187,8 @@ def _figures_of_evaluation(s: dict[str, Any]) -> list[tuple[str, str]]:
         for name in (name for name in evaluation if name not in hidden):
             interval = " to ".join(_number(evaluation[end]) for end in ends.get(name, ()))
             rows.append((name, f"{evaluation[name]:.5g}" + (f" ({interval})" if interval else "")))
+    if not rows:
+        rows = [("evaluation", "not finished")]
     return [*rows, ("engines", _failures(s)), ("guarantees", _guarantees(s))]
 
 
@@ -194,13 +196,13 @@ def _guarantees(s: dict[str, Any]) -> str:
     return ", ".join(f"{c.upper()} {_verdict(s, c)}" for c in ("c1", "c2", "c3"))
 
 
-def closing_line(run: Path, stopped: str, program: str) -> str:
+def closing_line(run: Path, stopped: str, program: str, command: str) -> str:
     """The last line of a run: its folder and commands of `program` for it.
 
-    `stopped` is the reason of an early end; empty for a complete run.
+    `stopped` is the reason of an early end, after which `command` resumes the run; empty for a complete run.
     """
     look = f"run folder {run}: {program} report {run} writes an HTML report, {program} dash {run} serves it"
-    return f"{look}, {program} train --resume {run} resumes the run" if stopped else look
+    return f"{look}, {program} {command} --resume {run} resumes the run" if stopped else look
 
 
 def _held_out(s: dict[str, Any]) -> list[tuple[str, str]]:

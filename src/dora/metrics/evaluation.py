@@ -35,7 +35,8 @@ class EvaluationResult:
     rewards: dict[GroupId, tuple[float, ...]] = field(default_factory=dict)
     # -> rewards by task, if there are several; empty once the evaluation has finished
     task_rewards: dict[GroupId, Mapping[str, Sequence[float]]] = field(default_factory=dict)
-    task_means: Mapping[str, float] = field(default_factory=dict)  # metrics of a finished evaluation
+    # Source, "": all -> metrics of the rewards by task of a finished evaluation
+    task_means: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)  # tokens; of sampled responses, if there are any
     sources: Mapping[str, range] = field(default_factory=dict)  # -> rows of the held-out prompts
 
@@ -50,16 +51,14 @@ class EvaluationResult:
         """Compute the mean of each task that scored all scored prompts, and drop the rewards by task."""
         scored = [*self.task_rewards.values()]
         tasks = [task for task in next(iter(scored), {}) if all(task in own for own in scored)]
-        means: dict[str, float | None] = {}
+        means: dict[str, dict[str, float]] = {source: {} for source in ("", *self.sources)}
         for task in tasks:
-            rewards = {group: tuple(own[task]) for group, own in self.task_rewards.items()}
-            whole = replace(self, rewards=rewards)
-            parts = {"": whole} | {f"{name}/": part for name, part in whole.by_source().items()}
-            for prefix, part in parts.items():
-                means[f"val/{prefix}reward/{task}/mean"] = part.sampled
-                means[f"val/{prefix}greedy_reward/{task}/mean"] = part.greedy
-        self.task_means = {name: mean for name, mean in means.items() if mean is not None}
-        self.task_rewards = {}
+            whole = replace(self, rewards={group: (*own[task],) for group, own in self.task_rewards.items()})
+            for source, part in ({"": whole} | whole.by_source()).items():
+                for kind, mean in (("reward", part.sampled), ("greedy_reward", part.greedy)):
+                    if mean is not None:
+                        means[source][f"val/{kind}/{task}/mean"] = mean
+        self.task_means, self.task_rewards = means, {}
 
     @property
     def greedy(self) -> float | None:
@@ -99,7 +98,7 @@ class EvaluationResult:
         found: dict[str, float] = {VERSION_KEY: self.version, "val/num_failed": self.num_failed}
         means = {"val/reward_mean": self.sampled, "val/greedy_reward_mean": self.greedy}
         found |= {name: mean for name, mean in means.items() if mean is not None}
-        found |= self.task_means
+        found |= self.task_means.get("", {})
         for name, (value, low, high) in self.pass_rates().items():
             found |= {f"val/{name}": value, f"val/{name}_low": low, f"val/{name}_high": high}
         if self.lengths:
@@ -110,14 +109,14 @@ class EvaluationResult:
         return found
 
     def by_source(self) -> dict[str, EvaluationResult]:
-        """The results of each source, without lengths and tasks; empty with one dataset."""
+        """The results of each source, without lengths; empty with one dataset."""
         return {
             name: replace(
                 self,
                 num_prompts=len(rows),
                 rewards={group: own for group, own in self.rewards.items() if group.row in rows},
                 task_rewards={},
-                task_means={},
+                task_means={"": self.task_means.get(name, {})},
                 lengths=[],
                 sources={},
             )

@@ -126,11 +126,14 @@ def describe_waits(waits: Iterable[WaitEdge], now_s: float) -> list[str]:
 
 def _evaluate(run: Path, content: Mapping[str, Any], age_s: float) -> RunStatus:
     """The status of a run whose driver wrote `content` `age_s` seconds ago."""
-    progress = f"{content['phase']}, {content['steps']} of {plural(content['num_steps'], 'step')} trained"
+    progress, result = "an evaluation without training", "the model is evaluated"
+    if content["num_steps"]:
+        progress = f"{content['phase']}, {content['steps']} of {plural(content['num_steps'], 'step')} trained"
+        result = f"{plural(content['steps'], 'step')} trained"
     remedy = f"dora train --resume {run} resumes it"
     match content["state"]:
         case "finished":
-            return RunStatus("finished", f"finished, {plural(content['steps'], 'step')} trained", content)
+            return RunStatus("finished", f"finished, {result}", content)
         case "stopped":
             return RunStatus("stopped", f"stopped by {content['reason']}; {progress}; {remedy}", content)
         case "failed":

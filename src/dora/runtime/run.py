@@ -227,7 +227,7 @@ class _Session:
         self._counts_cpu = False
         self._is_saved = False
         self._shown_warnings: set[str] = set()  # kinds
-        finished = previous.evaluations.finished if previous and config.eval.every else ()
+        finished = previous.evaluations.finished if previous and config.logs_evaluations else ()
         known = (previous.resumed.from_step, finished, previous.now_s) if previous else ()
         trackers = Trackers(
             config.metrics.report_to,
@@ -351,7 +351,8 @@ class _Session:
         self._console.notice(f"ready: {self._workers(engines)}")
         for notice in self._setup.notices:
             self._console.notice(notice)
-        if (reason := self._setup.config.why_not_streaming) is not None:
+        config = self._setup.config
+        if config.run.steps and (reason := config.why_not_streaming) is not None:
             self._console.notice(f"gradients wait for the whole batch: {reason}")
 
     def _workers(self, engines: str) -> str:
@@ -422,7 +423,7 @@ class _Session:
         finished = self._evaluations.update(event, actions, rule)
         if finished is not None:
             self._show(finished)
-            if self._setup.config.eval.every or not self._setup.config.run.steps:  # a curve, or nothing else
+            if self._setup.config.logs_evaluations:
                 self._metrics_writer.write_evaluation(finished, len(self._metrics.steps), self._executor.now)
         for action in actions:
             match action:

@@ -159,11 +159,12 @@ async def next_turn(session: str, body: TurnBody, run: RunHandle, request: Reque
 
 def check_sampling(context: RunContext, given: Mapping[str, object]) -> None:
     """Raises ServiceError for sampling parameters, by their key in the configuration, that are not the
-    run's; None is not given.
+    run's, nor those of its evaluations; None is not given.
     """
-    sampling = context.setup.config.sampling
+    config = context.setup.config
     for key, value in given.items():
-        if value not in (None, expected := getattr(sampling, key)):
+        expected = getattr(config.sampling, key)
+        if value not in (None, expected, getattr(config.eval_sampling, key)):
             raise ServiceError(
                 400, f"{key} must be the run's sampling.{key} = {json.dumps(expected)}; leave it out"
             )

@@ -838,7 +838,8 @@ class HttpEngine(ABC):
                     break
         kept = logprobs[:num_kept]  # the server sends one log-prob for each token
         sampling = running.request.sampling
-        is_raw = sampling.temperature in (0.0, 1.0) and not sampling.filters
+        is_unfiltered = self.capabilities.filters or not sampling.filters
+        is_raw = sampling.temperature in (0.0, 1.0) and is_unfiltered
         running.token_ids += token_ids[:num_kept]
         running.logprobs += kept
         running.raw_logprobs += kept if is_raw else array("d", [math.nan]) * num_kept

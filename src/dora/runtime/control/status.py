@@ -148,7 +148,8 @@ class StatusWriter:
             return RunEnd("failed", f"the run has failed {after}: {reason}; {remedy}")
         if stopped:
             return RunEnd("stopped", f"the run was stopped by {stopped} {after}; {remedy}")
-        return RunEnd("finished", f"the run has finished: {plural(num_steps, 'step')} trained")
+        did = f"{plural(num_steps, 'step')} trained" if core.limits.num_steps else "the model is evaluated"
+        return RunEnd("finished", f"the run has finished: {did}")
 
     def end(self, state: str, stopped: str) -> None:
         """Write the final state; `stopped` as in `how_ended`."""

@@ -187,18 +187,20 @@ def _missing_capabilities(config: Config, kind: EngineKind, has: Capabilities) -
         elif has.inflight_update:
             policy = f"update_policy = {orchestrator.update_policy}"
             yield f"{most}, and {policy} needs {kind.version_slots}: set orchestrator.update_policy = dora"
-    if has.versions_are_lora and not config.trainer.lora_rank:
+    if has.versions_are_lora and not config.run.steps:
+        yield "its versions are LoRA adapters, and an evaluation loads all weights: choose another backend"
+    elif has.versions_are_lora and not config.trainer.lora_rank:
         yield "its versions are LoRA adapters: set trainer.lora_rank, or choose another backend"
     if config.prioritizes_stragglers and not 0 < has.decode_only <= kind.version_slots:
         slots = f", or {kind.key}.version_slots = {has.decode_only}" if has.decode_only else ""
         yield f"no decoding of selected requests only: set orchestrator.prioritize_stragglers = false{slots}"
     if not has.pauses and (orchestrator.placement == "colocated" or config.trainer.elastic):
         yield "no pause while the trainer works: remove placement = colocated and trainer.elastic"
-    if not has.filters and sampling.has_filters:
-        remedy = "set those of eval instead" if has.eval_filters else "it samples from all tokens"
-        yield f"no filters in training: remove sampling.top_k, top_p and min_p; {remedy}"
+    if not has.filters and sampling.has_filters and config.run.steps:
+        instead = ", or set only those of eval" if has.eval_filters else ""
+        yield f"no filters in training: remove sampling.top_k, top_p and min_p{instead}"
     elif not (has.filters or has.eval_filters) and config.eval_sampling.has_filters:
-        yield "no filters, it samples from all tokens: remove eval.top_k, top_p and min_p"
+        yield "no filters, it samples from all tokens: remove top_k, top_p and min_p of eval and sampling"
     if not has.stop_strings and sampling.stop:
         yield "no stop strings: remove sampling.stop, or use sampling.stop_token_ids"
     if not has.episodes and config.has_episodes:

@@ -100,6 +100,11 @@ def resumed_config(run: Path, overrides: Sequence[str], given: Config | None = N
     else:  # without the keys that config.toml leaves out, because they have no effect
         config = parse_config(tomllib.loads(to_toml(given)))
     is_longer = config.run.steps > before.run.steps
+    if is_longer and not before.run.steps:
+        raise InputError(
+            f"--resume {run}: this run only evaluates, without settings of a trainer; to train, start a run "
+            "with the configuration file that was evaluated"
+        )
     changeable = (*CHANGEABLE_KEYS, *(EXTENSION_KEYS if is_longer else ()))
     changed = _values(config)
     for key, old in _values(before).items():
@@ -202,6 +207,8 @@ def read_recorded_journal(
     is_done = num_steps in (None, last_step) and isinstance(journal.lines[-1].record, Stop)
     if is_done and _has_finished(run):
         last = checkpoint_folders(run / "checkpoints").get(last_step)
+        if not last_step:
+            raise FinishedRunError(f"--resume {run}: this run, which only evaluates, has finished")
         finished = f"--resume {run}: this run has finished all its {last_step} steps"
         if last is not None and not find_damage(last):
             raise FinishedRunError(f"{finished}; --set run.steps=N, with a larger N, gives it more")

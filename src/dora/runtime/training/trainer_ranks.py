@@ -89,8 +89,10 @@ class TrainerRanks:
             placeholder = ExternalTrainer(spec, setup.limits.batch_size, self._supervisor.messages)
             self.rank0 = self._supervisor.watch(slot, placeholder)
         else:
-            target = run_trainer if setup.config.run.steps else run_placeholder
-            self.rank0 = self._supervisor.start(slot, "trainer", target, spec)
+            name, target = "trainer", run_trainer
+            if not setup.config.run.steps:
+                name, target = "weight publisher", run_placeholder
+            self.rank0 = self._supervisor.start(slot, name, target, spec)
         device = setup.devices.aux_device() if spec.columns else ""
         self._aux = AuxPool(spec, device, self._supervisor, slot, self._role, self._notice)
         for rank in range(1, spec.num_ranks):
