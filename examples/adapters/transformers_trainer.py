@@ -22,8 +22,8 @@ from dora.model.config import ModelConfig
 from dora.model.weights import WeightLayout
 from dora.trainer.settings import Sample, TrainerSettings
 
-SUPPORTED = ("lr", "num_steps", "warmup_steps", "lr_decay", "weight_decay", "betas", "max_grad_norm",
-         "clip_ratio_low", "clip_ratio_high", "temperature",
+SUPPORTED = ("lr", "num_steps", "warmup_steps", "lr_decay", "min_lr_ratio", "weight_decay", "betas",
+         "max_grad_norm", "clip_ratio_low", "clip_ratio_high", "temperature",
          "micro_batch_tokens", "logits_chunk_tokens", "loss_scale_factor", "clip_ratio_c", "dpo_beta",
          "kl_loss_type")  # fmt: skip
 

@@ -102,10 +102,11 @@ def test_a_longer_run_equals_one_with_that_many_steps_from_the_start(
 
 
 def test_a_longer_linear_schedule_falls_to_0_at_the_new_end(resumable: ResumableRun) -> None:
-    """`dora status` and `dora report` work on it, as on any run."""
-    resumable.start(run__steps=2).succeed()
-    ended = resumable.resume(run__steps=STEPS, trainer__lr_decay="linear").end()
-    check_finished(resumable.out, ended)
-    later = [0.01 * (STEPS - step) / STEPS for step in range(2, STEPS)]
-    assert rates(resumable.out) == pytest.approx([0.01, 0.005, *later])
-    assert dora("report", resumable.out).code == 0
+    """Or to another lowest rate. `dora status` and `dora report` work on it, as on any run."""
+    out = resumable.out
+    resumable.start(run__steps=2, trainer__min_lr_ratio=0.5).succeed()
+    resumable.resume(run__steps=4, trainer__min_lr_ratio=0).succeed()
+    check_finished(out, resumable.resume(run__steps=STEPS, trainer__lr_decay="linear").end())
+    later = [0.01 * (STEPS - step) / STEPS for step in range(4, STEPS)]
+    assert rates(out) == pytest.approx([0.01, 0.0075, 0.005, 0.0025, *later])
+    assert dora("report", out).code == 0

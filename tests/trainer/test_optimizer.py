@@ -23,25 +23,36 @@ WARMUP, NUM_STEPS, PEAK = 3, 10, 1e-3
 WIDE = replace(TINY, vocab_size=2**18)  # 4 million parameters
 
 
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("decay", ["linear", "cosine", "constant"])
-def test_the_learning_rate_is_that_of_torchs_schedules(decay: LrDecay) -> None:
+def test_the_learning_rate_is_that_of_torchs_schedules(decay: LrDecay, ratio: float) -> None:
     sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=PEAK)
     warm = LinearLR(sgd, start_factor=1 / (WARMUP + 1), total_iters=WARMUP)
-    rest: LRScheduler = LinearLR(sgd, 1.0, 0.0 if decay == "linear" else 1.0, NUM_STEPS - WARMUP)
+    rest: LRScheduler = LinearLR(sgd, 1.0, ratio if decay == "linear" else 1.0, NUM_STEPS - WARMUP)
     if decay == "cosine":
-        rest = CosineAnnealingLR(sgd, NUM_STEPS - WARMUP)
+        rest = CosineAnnealingLR(sgd, NUM_STEPS - WARMUP, eta_min=PEAK * ratio)
     schedule = SequentialLR(sgd, [warm, rest], milestones=[WARMUP])
     for step in range(NUM_STEPS + 1):
-        rate = LearningRateSchedule(PEAK, NUM_STEPS, WARMUP, decay).lr_of(step)
+        rate = LearningRateSchedule(PEAK, NUM_STEPS, WARMUP, decay, min_lr_ratio=ratio).lr_of(step)
         assert rate == pytest.approx(schedule.get_last_lr()[0]), step
         sgd.step()
         schedule.step()
 
 
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+def test_without_a_lowest_rate_the_bits_are_those_of_the_plain_formula(decay: LrDecay) -> None:
+    schedule = LearningRateSchedule(PEAK, NUM_STEPS, WARMUP, decay)
+    for step in range(WARMUP, NUM_STEPS + 1):
+        left = (NUM_STEPS - step) / (NUM_STEPS - WARMUP)
+        cosine = PEAK * 0.5 * (1.0 - math.cos(math.pi * left))
+        assert schedule.lr_of(step) == (cosine if decay == "cosine" else PEAK * left)
+
+
 def test_steps_before_a_run_got_more_keep_their_rates() -> None:
-    earlier = EarlierSchedule(6, 8, "linear"), EarlierSchedule(9, NUM_STEPS, "constant")
+    earlier = EarlierSchedule(6, 8, "linear", 0.5), EarlierSchedule(9, NUM_STEPS, "constant")
     rates = [*map(LearningRateSchedule(PEAK, 20, WARMUP, "linear", earlier).lr_of, range(20))]
-    assert rates[:6] == [*map(LearningRateSchedule(PEAK, 8, WARMUP).lr_of, range(6))]
+    first = LearningRateSchedule(PEAK, 8, WARMUP, min_lr_ratio=0.5)
+    assert rates[:6] == [*map(first.lr_of, range(6))]
     assert rates[6:9] == [PEAK] * 3
     assert rates[9:] == [*map(LearningRateSchedule(PEAK, 20, WARMUP).lr_of, range(9, 20))]
 

@@ -82,9 +82,7 @@ def make_config(tables: Mapping[str, Any]) -> Config:
 
 def _read(tables: dict[str, Any], changes: Sequence[Override], name: Path | str, folder: Path) -> Config:
     _drop_policy_keys(tables, changes)
-    if Override("runtime", "kind", "local") in changes:
-        tables.pop("ray", None)  # the [ray] of the file describes a cluster that the override leaves unused
-    _drop_revisions(tables, changes)
+    _drop_replaced_keys(tables, changes)
     for change in changes:
         _apply_override(tables, change)
     run = tables.get("run")
@@ -189,11 +187,18 @@ def _drop_policy_keys(tables: dict[str, Any], changes: Sequence[Override]) -> di
     return {key: table.pop(key) for key in POLICY_KEYS if key in table} if changes_policy else {}
 
 
-def _drop_revisions(tables: dict[str, Any], changes: Sequence[Override]) -> None:
-    """Remove the revision of each path that an override replaces."""
-    for section in {change.section for change in changes if change.key == "path"}:
+def _drop_replaced_keys(tables: dict[str, Any], changes: Sequence[Override]) -> None:
+    """Remove keys of the file that belong to values which overrides replace: the revision of a path, the
+    minimum of a decaying learning rate, the [ray] of a cluster.
+    """
+    if Override("runtime", "kind", "local") in changes:
+        tables.pop("ray", None)
+    replaced = {(change.section, "revision") for change in changes if change.key == "path"}
+    if Override("trainer", "lr_decay", "constant") in changes:
+        replaced.add(("trainer", "min_lr_ratio"))
+    for section, key in replaced:
         if isinstance(table := tables.get(section), dict):
-            table.pop("revision", None)
+            table.pop(key, None)
 
 
 def _drop_training(tables: dict[str, Any]) -> None:

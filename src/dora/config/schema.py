@@ -431,7 +431,11 @@ class TrainerSection(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Linear warm-up of the learning rate (steps)."""
     lr_decay: LrDecay = "linear"
-    """Learning rate after the warm-up. linear, cosine: falls to 0 at the last step; constant: stays."""
+    """Learning rate after the warm-up. linear, cosine: falls to lr * min_lr_ratio at the last step; constant:
+    stays.
+    """
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Fraction of lr that a linear or cosine lr_decay falls to, of the critic's, too (no unit)."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay (per step and lr)."""
     betas: Betas = [0.9, 0.999]

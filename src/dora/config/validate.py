@@ -699,6 +699,8 @@ def _unused_aux_worker(config: Config) -> str | None:
 
 def _unused_for_processes(config: Config) -> Iterator[Unused]:
     trainer = config.trainer
+    if trainer.lr_decay == "constant":
+        yield "trainer", "with trainer.lr_decay = constant: the learning rate does not fall", "min_lr_ratio"
     if config.engine.exact_logprobs:
         reason = "with engine.exact_logprobs = true: both route tokens identically"
         yield "trainer", reason, "routing_replay"

@@ -267,8 +267,8 @@ class Resumed(Event):
 
     `kept_versions` (version, digest) are older than the checkpoint and still in the weight store. Later steps
     are void; `redone` are their batches, in order. From here on the run has `num_steps` steps, if that is
-    set, and the learning rate of the steps that were never trained decays by `lr_decay`. `kept_tokens` as in
-    `EngineLost`.
+    set, and the learning rate of the steps that were never trained decays by `lr_decay` to a fraction
+    `min_lr_ratio` of its peak. `kept_tokens` as in `EngineLost`.
     """
 
     from_step: int
@@ -277,6 +277,7 @@ class Resumed(Event):
     num_steps: int | None = None  # more than before; None: as before
     lr_decay: str | None = None  # set with `num_steps`; of no effect on actions
     kept_tokens: tuple[tuple[RequestId, int], ...] = ()
+    min_lr_ratio: float = 0.0  # as `lr_decay`
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,15 @@ class Extension(NamedTuple):
     from_step: int  # number of trained steps at the resume
     num_steps: int
     lr_decay: str | None
+    min_lr_ratio: float
 
 
 def find_extensions(records: Iterable[Event | Action]) -> tuple[Extension, ...]:
     """The extensions of a run, in order."""
     return tuple(
-        Extension(record.from_step + len(record.redone), record.num_steps, record.lr_decay)
-        for record in records
-        if isinstance(record, Resumed) and record.num_steps is not None
+        Extension(r.from_step + len(r.redone), r.num_steps, r.lr_decay, r.min_lr_ratio)
+        for r in records
+        if isinstance(r, Resumed) and r.num_steps is not None
     )
 
 

@@ -108,7 +108,8 @@ class RunReader:
         config, summary = samples.read_config(self._run), _read_object(self._run / SUMMARY_FILE)
         for extension in find_extensions(line.record for line in self._lines):
             config.setdefault("run", {})["steps"] = extension.num_steps
-            config.setdefault("trainer", {})["lr_decay"] = extension.lr_decay
+            schedule = {"lr_decay": extension.lr_decay, "min_lr_ratio": extension.min_lr_ratio}
+            config.setdefault("trainer", {}).update(schedule)
         spans = [*self._ended, *self._timeline.open_spans()]
         return {
             "name": self._run.resolve().name,

@@ -34,14 +34,15 @@ class EarlierSchedule(NamedTuple):
     until_step: int
     num_steps: int  # that the run had
     lr_decay: LrDecay
+    min_lr_ratio: float = 0.0
 
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """Linear warm-up to `lr`, then constant, or to 0 at `num_steps`, the length of the run.
+    """Linear warm-up to `lr`, then constant, or to `lr * min_lr_ratio` at `num_steps`, the run's length.
 
-    It falls to 0 on a line, or on half a period of a cosine. A run that got more steps when it was resumed
-    has `earlier_schedules`, in order. Their steps have the rate of the first one that covers them.
+    It falls on a line, or on half a period of a cosine. A run that got more steps when it was resumed has
+    `earlier_schedules`, in order. Their steps have the rate of the first one that covers them.
     """
 
     lr: float
@@ -49,19 +50,21 @@ class LearningRateSchedule:
     warmup_steps: int = 0
     lr_decay: LrDecay = "linear"
     earlier_schedules: tuple[EarlierSchedule, ...] = ()
+    min_lr_ratio: float = 0.0
 
     def lr_of(self, step: int) -> float:
         """The rate of the 0-based `step`."""
         covering = (earlier for earlier in self.earlier_schedules if step < earlier.until_step)
-        _, num_steps, decay = next(covering, (None, self.num_steps, self.lr_decay))
+        last = EarlierSchedule(self.num_steps, self.num_steps, self.lr_decay, self.min_lr_ratio)
+        _, num_steps, decay, lowest = next(covering, last)
         if step < self.warmup_steps:
             return self.lr * (step + 1) / (self.warmup_steps + 1)
         if decay == "constant":
             return self.lr
         part_left = max(0.0, (num_steps - step) / (num_steps - self.warmup_steps))
         if decay == "cosine":
-            return self.lr * 0.5 * (1.0 - math.cos(math.pi * part_left))
-        return self.lr * part_left
+            part_left = 0.5 * (1.0 - math.cos(math.pi * part_left))
+        return self.lr * (lowest + (1.0 - lowest) * part_left)
 
 
 # The rewards that an estimator needs before it computes the first advantage. Scope "batch" rules out gradient

@@ -59,6 +59,25 @@ def test_a_given_configuration_may_differ_in_the_keys_of_a_resume(tmp_path: Path
             resumed(change)
 
 
+def test_a_longer_run_may_fall_to_another_lowest_rate(tmp_path: Path) -> None:
+    """A constant rate has none, so it drops the key of the run's configuration."""
+    task, ratio = write_task(tmp_path), "trainer.min_lr_ratio"
+    (tmp_path / "config.toml").write_text(to_toml(load.read_config(task, [f"{ratio}=0.25"])))
+    refusals = {
+        ("run.steps=9",): r"lowers the learning rate to 0\.0025 at step 4, .* falls to 0\.0025 at step 9",
+        (f"{ratio}=0.5",): r"min_lr_ratio was 0\.25 and cannot become 0\.5, .* with a larger run\.steps",
+        ("run.steps=9", "trainer.lr_decay=constant", f"{ratio}=0.5"): r"no effect with trainer\.lr_decay = c",
+    }
+    for changes, refusal in refusals.items():
+        with pytest.raises(InputError, match=refusal):
+            resumed_config(tmp_path, changes)
+    longer = {"linear": 0.25, "cosine": 0.25, "constant": 0.0}
+    for decay, expected in longer.items():
+        resumed = resumed_config(tmp_path, ["run.steps=9", f"trainer.lr_decay={decay}"])
+        assert (resumed.trainer.lr_decay, resumed.trainer.min_lr_ratio) == (decay, expected)
+    assert resumed_config(tmp_path, ["run.steps=9", f"{ratio}=0.5"]).trainer.min_lr_ratio == 0.5
+
+
 def test_a_given_configuration_has_the_recorded_tables_in_their_order(tmp_path: Path) -> None:
     task = write_task(tmp_path)
     plain, tables = task.read_text(), REWARD_TASKS

@@ -22,6 +22,7 @@ CHANGES = [
     "trainer.logits_chunk_tokens=17",
     "trainer.micro_batch_tokens=999",
     "trainer.betas=[0.8, 0.95]",
+    "trainer.min_lr_ratio=0.1",
 ]
 
 
@@ -40,6 +41,7 @@ def test_the_keys_reach_the_trainer(setups: tuple[RunSetup, RunSetup], tmp_path:
     assert (changed.dtype, changed.activation_checkpointing) == ("bfloat16", True)
     assert (changed.logits_chunk_tokens, changed.micro_batch_tokens) == (17, 999)
     assert (default.betas, changed.betas) == ((0.9, 0.999), (0.8, 0.95))
+    assert (default.min_lr_ratio, changed.min_lr_ratio) == (0.0, 0.1)
 
 
 def test_the_memory_of_a_micro_batch_is_counted_on_the_trainers_device(
@@ -78,13 +80,15 @@ def test_the_objective_reaches_the_trainer(task: Path) -> None:
 
 def test_the_critic_reaches_the_trainer(task: Path) -> None:
     start = f"critic.path={task.parent / 'start'}"
+    lowest = "trainer.min_lr_ratio=0.1"
     config = read_config(
-        task, ["algorithm.adv_estimator=gae", "algorithm.gamma=0.99", start, "critic.lr=0.5"]
+        task, ["algorithm.adv_estimator=gae", "algorithm.gamma=0.99", start, "critic.lr=0.5", lowest]
     )
     spec = RunSetup.make(config, task.parent / "out").trainer_spec(task.parent, task.parent)
     assert spec.critic is not None
     assert spec.critic.model == (task.parent / "start").resolve()
     assert (spec.critic.settings.gamma, spec.critic.settings.lr, spec.streams_gradients) == (0.99, 0.5, False)
+    assert spec.critic.settings.min_lr_ratio == 0.1
 
 
 def test_a_critic_with_another_vocabulary_than_the_policy_is_refused(task: Path) -> None:

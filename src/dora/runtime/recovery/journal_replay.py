@@ -226,13 +226,15 @@ class _JournalReplay:
         )
         num_trained = state.num_trained // state.limits.batch_size
         redone = tuple(self._batches[k] for k in range(step, num_trained))
-        num_steps = self._config.run.steps
+        num_steps, trainer = self._config.run.steps, self._config.trainer
         partial_outputs = self.sample_book.partial_outputs
         partial_outputs.read(state.requests, are_episodes=self._config.has_episodes)
         resumed = Resumed(step, kept, redone, kept_tokens=partial_outputs.lengths(state.requests))
         if num_steps == state.limits.num_steps:
             return resumed
-        return replace(resumed, num_steps=num_steps, lr_decay=self._config.trainer.lr_decay)
+        return replace(
+            resumed, num_steps=num_steps, lr_decay=trainer.lr_decay, min_lr_ratio=trainer.min_lr_ratio
+        )
 
     def _keep_batch(self, event: Event | None) -> None:
         """Keep the batch of a trained step before the orchestrator forgets it; a redone step has none."""

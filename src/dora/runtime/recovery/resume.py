@@ -79,8 +79,8 @@ CHANGEABLE_KEYS = (  # neither the guarantees nor the computed weights depend on
     "service.linger_s",
 )
 
-LR_DECAY = "trainer.lr_decay"
-EXTENSION_KEYS = ("run.steps", LR_DECAY)  # these may change if the run gets more steps
+LR_DECAY, MIN_LR_RATIO = SCHEDULE_KEYS = ("trainer.lr_decay", "trainer.min_lr_ratio")
+EXTENSION_KEYS = ("run.steps", *SCHEDULE_KEYS)  # these may change if the run gets more steps
 
 
 def resumed_config(run: Path, overrides: Sequence[str], given: Config | None = None) -> Config:
@@ -115,7 +115,7 @@ def resumed_config(run: Path, overrides: Sequence[str], given: Config | None = N
                 if key == "run.steps"
                 else f"start another run, or change only {', '.join(CHANGEABLE_KEYS)}"
             )
-            if key == LR_DECAY:
+            if key in SCHEDULE_KEYS:
                 remedy = "it may change together with a larger run.steps"
             raise InputError(
                 f"--resume {run}: {key} was {old!r} and cannot become {new!r}, because the recorded steps "
@@ -134,24 +134,26 @@ def _values(config: Config) -> dict[str, Any]:
 
 def _extension_overrides(run: Path) -> list[str]:
     """What earlier resumes have changed of the recorded configuration, as overrides."""
-    return [
-        override
-        for extension in read_extensions(run)[-1:]
-        for override in (f"run.steps={extension.num_steps}", f"trainer.lr_decay={extension.lr_decay}")
-    ]
+    overrides = []
+    for extension in read_extensions(run)[-1:]:
+        overrides += [f"run.steps={extension.num_steps}", f"{LR_DECAY}={extension.lr_decay}"]
+        if extension.lr_decay != "constant":
+            overrides.append(f"{MIN_LR_RATIO}={extension.min_lr_ratio}")
+    return overrides
 
 
 def _check_schedule(run: Path, before: Config, config: Config, overrides: Sequence[str]) -> None:
     """Raises InputError if more steps change a learning rate that the user has not stated again."""
-    is_stated = any(override.partition("=")[0].strip() == LR_DECAY for override in overrides)
-    is_changed = config.trainer.lr_decay != before.trainer.lr_decay
-    if before.trainer.lr_decay != "constant" and not (is_stated or is_changed):
-        steps = before.run.steps
+    old, new = before.trainer, config.trainer
+    is_stated = any(override.partition("=")[0].strip() in SCHEDULE_KEYS for override in overrides)
+    is_changed = (old.lr_decay, old.min_lr_ratio) != (new.lr_decay, new.min_lr_ratio)
+    if old.lr_decay != "constant" and not (is_stated or is_changed):
+        lowest = f"{old.lr * old.min_lr_ratio:g}"
         raise InputError(
-            f"--resume {run} with run.steps = {config.run.steps}: {LR_DECAY} = {before.trainer.lr_decay!r} "
-            f"lowers the learning rate to 0 at step {steps}, so the schedule of the steps from now on must "
-            f"be stated: --set {LR_DECAY}=constant (trainer.lr = {before.trainer.lr:g} for each of them), or "
-            f"--set {LR_DECAY}=linear or cosine (it falls to 0 at step {config.run.steps})"
+            f"--resume {run} with run.steps = {config.run.steps}: {LR_DECAY} = {old.lr_decay!r} "
+            f"lowers the learning rate to {lowest} at step {before.run.steps}, so the schedule of the steps "
+            f"from now on must be stated: --set {LR_DECAY}=constant (trainer.lr = {old.lr:g} for each of "
+            f"them), or --set {LR_DECAY}=linear or cosine (it falls to {lowest} at step {config.run.steps})"
         )
 
 
@@ -161,11 +163,12 @@ def earlier_schedules(
     """The learning-rate schedules before the last of `extensions`; the run began with `num_steps` steps."""
     if not extensions:
         return ()
-    lr_decay: Any = read_config(run / CONFIG_FILE).trainer.lr_decay
+    trainer = read_config(run / CONFIG_FILE).trainer
+    decay: tuple[Any, float] = trainer.lr_decay, trainer.min_lr_ratio
     schedules = []
     for extension in extensions:
-        schedules.append(EarlierSchedule(extension.from_step, num_steps, lr_decay))
-        num_steps, lr_decay = extension.num_steps, extension.lr_decay
+        schedules.append(EarlierSchedule(extension.from_step, num_steps, *decay))
+        num_steps, decay = extension.num_steps, (extension.lr_decay, extension.min_lr_ratio)
     return tuple(schedules)
 
 
