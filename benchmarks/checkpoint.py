@@ -26,6 +26,7 @@ from dora.model.pretrained import save_pretrained
 from dora.model.weights import WeightLayout, initial_weights
 from dora.runtime.process.messages import CheckpointSaved, SaveCheckpoint
 from dora.runtime.training.checkpoints import CheckpointWriter, Reply, TrainerState, write_checkpoint
+from dora.trainer.checkpoint_folders import KeptCheckpoints
 from dora.trainer.trainer import Sample, Trainer, TrainerSettings
 from report import Row, parse_options, publish
 
@@ -76,7 +77,7 @@ class Checkpoints:
     def _request(self, name: str) -> SaveCheckpoint:
         versions = self._folder / "versions"
         versions.mkdir()
-        return SaveCheckpoint(self._folder / name, "{}", versions, keep_last=1, fsync=False)
+        return SaveCheckpoint(self._folder / name, "{}", versions, KeptCheckpoints(1), fsync=False)
 
 
 def check(reply: Reply) -> None:

@@ -23,12 +23,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dora.config import load as config_files
 from dora.config.toml import to_literal, to_toml
 from dora.errors import InputError, RunError
+from dora.metrics.evaluation import VERSION_KEY, best_first
 from dora.metrics.status import RunStatus, driver_of, read_status
 from dora.metrics.writer import METRICS_FILE, read_metrics
 from dora.report import page
 from dora.report.samples import read_responses
 from dora.runtime.run_dir import check_out
-from dora.trainer.checkpoint_folders import complete_checkpoints
+from dora.trainer.checkpoint_folders import complete_checkpoints, find_best
 
 CONSOLE_FILE = "console.txt"  # what `dora train` prints
 CONFIG_FILE = "given.toml"  # a configuration that was given as tables
@@ -126,6 +127,27 @@ class Run:
         if not found:
             raise InputError(f"{self.folder} has no checkpoint yet; trainer.save_freq sets when it is saved")
         return found[max(found)]
+
+    @property
+    def best_checkpoint(self) -> Path:
+        """The checkpoint of the evaluated version with the highest mean reward, of those that have one.
+
+        Rewards are those of sampled responses, or of greedy ones if none were sampled. `trainer.keep_best`
+        keeps this checkpoint. Raises InputError if there is none.
+        """
+        rewards = {
+            row[VERSION_KEY]: row.get("val/reward_mean", row.get("val/greedy_reward_mean"))
+            for row in self.metrics()
+            if VERSION_KEY in row
+        }
+        checkpoints = self.folder / "checkpoints"
+        best = find_best(checkpoints, best_first(rewards))
+        if best is None:
+            raise InputError(
+                f"{self.folder} has no checkpoint of an evaluated version; set trainer.keep_best, and as "
+                "trainer.save_freq a divisor of eval.every"
+            )
+        return checkpoints / f"step-{best}"
 
     def metrics(self) -> Table:
         """A row for each training step and each evaluation so far; see docs/metrics.md for the columns."""

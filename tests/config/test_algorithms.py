@@ -108,6 +108,24 @@ def test_objectives_that_conflict_are_refused(file: Path, overrides: list[str], 
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
+        (["eval.num_prompts=0"], "without held-out prompts: no version is evaluated; set eval.path"),
+        ([], "with eval.every = 0 and run.steps = 20: no version is evaluated during training; set"),
+        (["eval.every=20"], "with eval.every = 20 and run.steps = 20: no version is evaluated during"),
+        (["eval.every=5", "trainer.save_freq=4"], "= 4: of the evaluated versions only the last one has a"),
+        (["eval.every=5", "trainer.save_freq=0"], "set trainer.save_freq = 5, or to a divisor of it"),
+    ],
+)
+def test_the_best_checkpoint_needs_an_evaluated_version_that_has_one(
+    file: Path, overrides: list[str], why: str
+) -> None:
+    best = ["trainer.keep_best=true", "eval.path=gcd", "run.steps=20"]
+    assert why in error_of(file, *best, *overrides)
+    read_config(file, [*best, "eval.every=5", "trainer.save_freq=2"])  # version 10
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
         (["algorithm.clip_ratio_c=4.0"], "without policy_loss = dual_clip or triplet_clip"),
         (
             ["algorithm.policy_loss=reinforce", "correction.token=icepop", "algorithm.clip_ratio_low=0.1"],

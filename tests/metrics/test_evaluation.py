@@ -16,6 +16,7 @@ from dora.core.types import Chunk, CurriculumRule, EvaluationRule, GroupId, Limi
 from dora.metrics.evaluation import (
     EvaluationResult,
     EvaluationTracker,
+    best_first,
     describe_pending_evaluation,
     pass_at_k,
     pass_k_values,
@@ -90,11 +91,16 @@ def test_an_evaluation_may_be_greedy_only_or_sampled_only() -> None:
         found.update(GroupScored(GroupId(-5, 0), rewards))
     assert {"val/reward_mean", "val/pass@1"}.isdisjoint(greedy.metrics())
     assert (greedy.greedy, greedy.sampled, greedy.lengths) == (1.0, None, [7])
+    assert (greedy.reward, sampled.reward) == (1.0, 0.5)
     assert {"val/greedy_reward_mean", "val/greedy_pass"}.isdisjoint(sampled.metrics())
     assert (sampled.greedy, sampled.sampled, sampled.lengths) == (None, 0.5, [7])
     assert greedy.describe() == "greedy 1.000, length p50 7, p99 7"
     assert sampled.describe() == "sampled 0.500, pass@2 1.000 (0.207 to 1.000), length p50 7, p99 7"
     assert EvaluationResult(4, 1, 1, is_greedy=True).describe() == "greedy 0.000, 1 prompt failed"
+
+
+def test_of_versions_with_equal_rewards_the_older_is_better() -> None:
+    assert best_first({0: 0.5, 4: 0.25, 8: 0.75, 12: 0.75}) == (8, 12, 0, 4)
 
 
 def test_evaluations_during_training_are_read_from_events_and_actions() -> None:

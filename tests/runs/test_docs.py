@@ -121,7 +121,8 @@ def test_the_page_of_python_starts_and_reads_runs(tmp_path: Path, monkeypatch: p
     train, few = api.train, {"run.steps": 1, "trainer.batch_size": 2, "sampling.max_response_length": 40}
 
     def train_a_little(config: Any, out: str, overrides: Any = None, **options: Any) -> api.Run:
-        no_evaluation = {} if isinstance(config, dict) else {"eval.num_prompts": 0, "eval.every": 0}
+        none = {"eval.num_prompts": 0, "eval.every": 0, "trainer.keep_best": False}
+        no_evaluation = {} if isinstance(config, dict) else none
         return train(config, out, {**(overrides or {}), **few, **no_evaluation}, **options)
 
     monkeypatch.setattr(api, "train", train_a_little)

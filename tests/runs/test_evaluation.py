@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ from tests.runs.conftest import StartRun
 from tests.runs.resumable import SLOW, ResumableRun, check_finished
 from tests.runs.resumable import STEPS as LAST
 from tests.runtime.running import Run, dora, journal, metrics, summary
+from tests.runtime.tiny import PROMPTS, write_task
+
+from dora import api
+from dora.errors import InputError
 
 STEPS = 12
 CHANGES: dict[str, object] = {
@@ -130,6 +135,52 @@ def test_an_evaluation_before_or_after_training_continues_after_a_resume(
     assert None not in (s["eval_before"], s["eval_after"], s["eval_length_p50_before"])
     assert f"after training (version {LAST}, 7 held-out prompts): sampled" in ended.out
     assert json.loads((out / "status.json").read_text())["phase"] == "finished"
+
+
+WORSE = """
+import os
+
+def reward(prompt, completion, kind="", **row):
+    if kind != "held-out":
+        return completion.count("7") + len(set(completion)) / 100
+    with open({path!r}, "ab") as file:
+        file.write(b".")
+    return 1 / (1 + (os.path.getsize({path!r}) - 1) // {num})
+"""
+
+
+def test_the_best_checkpoint_outlasts_a_resume_unless_a_user_removes_it(tmp_path: Path) -> None:
+    """Each evaluation is worse than the one before. Version 0, the best, has no checkpoint."""
+    task = write_task(tmp_path, WORSE.format(path=str(tmp_path / "calls"), num=3 * 2))
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps({**row, "kind": "held-out"}) + "\n" for row in PROMPTS[:3]))
+    keys: dict[str, Any] = {"eval__every": 2, "trainer__keep_best": "true", "trainer__lr_decay": "constant"}
+    resumable = ResumableRun(task, tmp_path / "run")
+    out, loaded = resumable.out, api.Run(resumable.out)
+
+    def kept() -> set[str]:
+        return {path.name for path in (out / "checkpoints").iterdir()}
+
+    try:
+        run = resumable.start(eval__path=held_out, eval__num_prompts=3, **keys, **SLOW)
+        run.wait_until(lambda: any(line.get("val/version") == 2 for line in metrics(out)), "version 2")
+        run.wait_until(lambda: any(line.get("digest") and line["version"] == 5 for line in journal(out)), "5")
+        resumable.kill_after(run, 0)
+        with pytest.raises(InputError, match="no summary"):
+            _ = loaded.summary
+        assert loaded.best_checkpoint == out / "checkpoints" / "step-2"
+        ended = resumable.resume().end()
+        check_finished(out, ended, evaluated=[e["version"] for e in summary(out)["evaluations"]])
+        assert kept() == {"step-2", f"step-{LAST}"}
+        assert (summary(out)["best_version"], summary(out)["best_checkpoint"]) == (2, "checkpoints/step-2")
+        assert "checkpoints/step-2, held-out reward 0.5" in ended.out
+        shutil.rmtree(loaded.best_checkpoint)
+        resumable.resume(run__steps=LAST + 2).succeed()
+        assert kept() == {f"step-{LAST}", f"step-{LAST + 2}"}
+        assert loaded.best_checkpoint.name == f"step-{LAST}"
+        assert summary(out)["best_version"] == LAST
+    finally:
+        resumable.kill_all()
 
 
 def test_an_evaluation_without_training_survives_a_crash_and_a_resume(task: Path, tmp_path: Path) -> None:

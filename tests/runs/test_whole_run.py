@@ -25,6 +25,8 @@ KEYS = [
     "eval_after",
     "eval_greedy_before",
     "eval_greedy_after",
+    "best_version",
+    "best_checkpoint",
     "reward_last",
     "trained_tokens",
     "regenerated_tokens",

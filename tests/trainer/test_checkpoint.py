@@ -1,3 +1,4 @@
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,10 @@ from tests.trainer.batches import TINY, initial
 from dora.errors import ModelError
 from dora.trainer.checkpoint import load_checkpoint, save_checkpoint
 from dora.trainer.checkpoint_folders import (
+    KeptCheckpoints,
     checkpoint_folders,
     complete_checkpoints,
+    find_best,
     find_damage,
     prune_checkpoints,
     recover_replaced,
@@ -124,17 +127,17 @@ def test_pruning_keeps_the_newest_checkpoints_and_removes_leftovers(tmp_path: Pa
     save_steps(tmp_path, 2, 10, 9, 11)
     (tmp_path / "step-12.draft").mkdir()
     (tmp_path / "step-8.old").mkdir()
-    prune_checkpoints(tmp_path, 2)
+    prune_checkpoints(tmp_path, KeptCheckpoints(2))
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-10", "step-11"]
 
 
 KILLED_WHILE_PRUNING = """
 import os, sys
 from pathlib import Path
-from dora.trainer.checkpoint_folders import prune_checkpoints
+from dora.trainer.checkpoint_folders import KeptCheckpoints, prune_checkpoints
 
 sys.addaudithook(lambda event, arguments: os._exit(9) if event == "os.rmdir" else None)
-prune_checkpoints(Path(sys.argv[1]), 1)
+prune_checkpoints(Path(sys.argv[1]), KeptCheckpoints(1))
 """
 
 
@@ -145,8 +148,21 @@ def test_a_checkpoint_that_is_partly_removed_does_not_come_back(tmp_path: Path) 
     assert len(list(tmp_path.glob("step-*"))) == 2
     recover_replaced(tmp_path)
     assert [*checkpoint_folders(tmp_path)] == [4]
-    prune_checkpoints(tmp_path, 1)
+    prune_checkpoints(tmp_path, KeptCheckpoints(1))
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-4"]
+
+
+def test_pruning_keeps_the_best_checkpoint_that_exists_and_that_of_an_evaluation(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2, 4, 6, 8, 10)
+    assert find_best(tmp_path, (3, 4, 2)) == 4
+    prune_checkpoints(tmp_path, KeptCheckpoints(1, best_first=(3, 4, 2), evaluating=6))
+    assert [*complete_checkpoints(tmp_path)] == [10, 6, 4]
+    shutil.rmtree(tmp_path / "step-4")
+    prune_checkpoints(tmp_path, KeptCheckpoints(1, best_first=(3, 6, 4, 2)))
+    assert [*complete_checkpoints(tmp_path)] == [10, 6]
+    prune_checkpoints(tmp_path, KeptCheckpoints(1, best_first=(10, 6)))
+    assert [*complete_checkpoints(tmp_path)] == [10]
+    assert find_best(tmp_path, (3, 4)) is None
 
 
 def test_checkpoints_of_later_steps_are_removed_also_broken_ones(tmp_path: Path) -> None:

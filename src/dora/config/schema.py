@@ -489,6 +489,10 @@ class TrainerSection(Section):
     """
     keep_last: Count = 2
     """Number of newest checkpoints to keep (count)."""
+    keep_best: bool = False
+    """Keep one more checkpoint: of the evaluated versions, that with the highest val/reward_mean, or without
+    sampled responses val/greedy_reward_mean. A version that is being evaluated keeps its checkpoint, too.
+    """
     continue_from: str | None = None
     """Checkpoint of another run whose weights and optimizer moments the run starts with, as --continue-from
     sets it (path). Unset: the weights of model.path and a new optimizer.

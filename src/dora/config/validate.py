@@ -5,6 +5,7 @@ A broken rule raises ConfigError with the keys, their values, the rule and the r
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
 
@@ -45,6 +46,7 @@ def _check_training(config: Config) -> None:
     _check_groups(config)
     _check_elastic_trainer(config)
     _check_ranks(config)
+    _check_keep_best(config)
     _check_trainer_backend(config)
     _check_aux_workers(config)
     _check_distillation(config)
@@ -414,6 +416,28 @@ def _check_ranks(config: Config) -> None:
             f"{ranks}: a step has batch_size * group_size = {num_samples} samples, and every rank needs one; "
             "lower num_ranks"
         )
+
+
+def _check_keep_best(config: Config) -> None:
+    """Some version before the last one is evaluated and has a checkpoint."""
+    if not config.trainer.keep_best:
+        return
+    steps, every, save_freq = config.run.steps, config.eval.every, config.trainer.save_freq
+    if not (config.has_held_out and config.eval.num_prompts):
+        why = "without held-out prompts: no version is evaluated; set eval.path and eval.every"
+    elif not 0 < every < steps:
+        why = (
+            f"with eval.every = {every} and run.steps = {steps}: no version is evaluated during training; "
+            "set eval.every between 1 and run.steps - 1"
+        )
+    elif not 0 < math.lcm(every, save_freq) < steps:
+        why = (
+            f"with eval.every = {every} and trainer.save_freq = {save_freq}: of the evaluated versions only "
+            f"the last one has a checkpoint; set trainer.save_freq = {every}, or to a divisor of it"
+        )
+    else:
+        return
+    raise ConfigError(f"trainer.keep_best = true {why}, or remove keep_best")
 
 
 def _check_trainer_backend(config: Config) -> None:

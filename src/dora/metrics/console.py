@@ -214,7 +214,12 @@ def _held_out(s: dict[str, Any]) -> list[tuple[str, str]]:
         if s[f"{key}_before"] is not None
     ]
     between = [str(e["version"]) for e in s["evaluations"] if 0 < e["version"] < s["steps"]]
-    return [*rows, ("evaluated in between", f"versions {', '.join(between)}")] if between else rows
+    if between:
+        rows.append(("evaluated in between", f"versions {', '.join(between)}"))
+    for best in (e for e in s["evaluations"] if e["version"] == s.get("best_version")):
+        reward = _number(best.get("reward_mean", best.get("greedy_reward_mean")))
+        rows.append(("best checkpoint", f"{s['best_checkpoint']}, held-out reward {reward}"))
+    return rows
 
 
 def _groups(s: dict[str, Any]) -> str:

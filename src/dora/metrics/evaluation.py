@@ -72,6 +72,13 @@ class EvaluationResult:
         return self._sum(siblings) / (self.num_prompts * len(siblings)) if siblings else None
 
     @property
+    def reward(self) -> float:
+        """Mean reward of the sampled responses, or of the greedy ones if none were sampled."""
+        mean = self.greedy if self.sampled is None else self.sampled
+        assert mean is not None, "an evaluation has responses"
+        return mean
+
+    @property
     def num_failed(self) -> int:
         """Prompts without rewards, once the evaluation has finished."""
         return self.num_prompts - len(self.rewards)
@@ -145,6 +152,11 @@ class EvaluationResult:
         return sum(rewards[k] for rewards in self.rewards.values() for k in siblings)
 
 
+def best_first(rewards: Mapping[int, float]) -> tuple[int, ...]:
+    """Versions in the order of their mean rewards, the highest first; of equal ones the older first."""
+    return tuple(sorted(rewards, key=lambda version: (-rewards[version], version)))
+
+
 def pass_k_values(num_responses: int) -> list[int]:
     """The k for which pass@k is reported: powers of two, and all responses."""
     powers = [1 << power for power in range(num_responses.bit_length()) if 1 << power < num_responses]
@@ -207,6 +219,10 @@ class EvaluationTracker:
                     action.version, rule.num_prompts, rule.num_answers, self.is_greedy, sources=self.sources
                 )
         return finished
+
+    def best_first(self) -> tuple[int, ...]:
+        """The evaluated versions, that with the highest mean reward first."""
+        return best_first({result.version: result.reward for result in self.finished})
 
 
 def describe_pending_evaluation(state: State) -> str:

@@ -48,6 +48,7 @@ from dora.runtime.training.trainer_ranks import TrainerRanks
 from dora.stream.run_stream import RunStream, StorageSpec, StreamStorage, ThreadStorage
 from dora.stream.sample_db import SampleStore
 from dora.text import plural, step_number
+from dora.trainer.checkpoint_folders import KeptCheckpoints
 from dora.weights.store import STORE_PREFIX, WeightStore, make_store_folder
 
 POLL_S = 0.2  # between two checks of the deadlines while no message arrives
@@ -261,13 +262,14 @@ class ProcessExecutor:
             for group in groups:
                 self.training.send(m.AccumulateGroup(step, group))
 
-    def save(self, core: str, versions: Sequence[int]) -> None:
+    def save(self, core: str, versions: Sequence[int], kept: KeptCheckpoints) -> None:
         """Have the trainer write a checkpoint after the work it already has.
 
         `core` is the orchestrator's snapshot as JSON; `versions` are older versions that may still be needed.
+        The checkpoints `kept` stay.
         """
         self.check_weight_store()
-        self.training.send(self._checkpoints.request(core, versions))
+        self.training.send(self._checkpoints.request(core, versions, kept))
 
     @property
     def is_saving(self) -> bool:

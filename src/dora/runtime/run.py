@@ -66,8 +66,9 @@ from dora.runtime.run_dir import SAMPLES, remove_stale_control_dir
 from dora.runtime.run_setup import RunSetup
 from dora.stream.sample_db import SampleStore
 from dora.text import plural, step_number
-from dora.trainer.checkpoint_folders import MANIFEST
+from dora.trainer.checkpoint_folders import MANIFEST, KeptCheckpoints, find_best, prune_checkpoints
 
+CHECKPOINTS = "checkpoints"
 MAX_MISMATCH = 0.2  # nats, mean of a step; bfloat16 causes about 0.01
 MIN_MISMATCH_TOKENS = 100  # of this mean
 NUM_EXAMPLES = 2  # responses shown of the evaluations before and after training
@@ -503,10 +504,16 @@ class _Session:
         state = self._orchestrator.snapshot()
         num_trained = state.num_trained // state.limits.batch_size
         # A crash after the checkpoint was written, and before its digest is, leaves one that counts.
-        self._journal.record_files({f"checkpoints/step-{num_trained}/{MANIFEST}": BEING_WRITTEN})
-        self._executor.save(
-            core, [version for version in sorted(state.stored_versions) if version < num_trained]
-        )
+        self._journal.record_files({f"{CHECKPOINTS}/step-{num_trained}/{MANIFEST}": BEING_WRITTEN})
+        versions = [version for version in sorted(state.stored_versions) if version < num_trained]
+        self._executor.save(core, versions, self._kept_checkpoints())
+
+    def _kept_checkpoints(self) -> KeptCheckpoints:
+        trainer, running = self._setup.config.trainer, self._orchestrator.snapshot().evaluation
+        if not trainer.keep_best:
+            return KeptCheckpoints(trainer.keep_last)
+        best_first = self._evaluations.best_first()
+        return KeptCheckpoints(trainer.keep_last, best_first, None if running is None else running.version)
 
     def _record_checkpoints(self) -> None:
         """Record the manifests of the new checkpoints in the journal."""
@@ -523,6 +530,8 @@ class _Session:
         self._record_checkpoints()
         saved = self._executor.saved_checkpoint()
         self._is_saved = True
+        if self._setup.config.trainer.keep_best:  # evaluations have finished since the last one was written
+            prune_checkpoints(self._setup.out / CHECKPOINTS, self._kept_checkpoints())
         if saved is not None:  # else the run was resumed after its last step
             self._console.notice(f"saved {saved}")
 
@@ -605,11 +614,20 @@ class _Session:
         wall_s = max(1e-9, self._metrics.now_s - self._metrics.started_s)
         summary["orchestrator_time_ratio"] = round(self._orchestrator.handling_s / wall_s, 5)
         summary["cpu_s"] = round(self._cpu_s, 1)
+        summary |= self._best_checkpoint()
         summary["stopped"] = stopped
         run_dir.write_summary(self._setup.out, summary)
         seal(self._setup.out / JOURNAL_FILE)
         self._status.end(end.state, stopped)
         return summary
+
+    def _best_checkpoint(self) -> dict[str, Any]:
+        """The keys of the summary about `trainer.keep_best`; null without it."""
+        version = None
+        if self._setup.config.trainer.keep_best:
+            version = find_best(self._setup.out / CHECKPOINTS, self._evaluations.best_first())
+        path = None if version is None else f"{CHECKPOINTS}/step-{version}"
+        return {"best_version": version, "best_checkpoint": path}
 
     def _delete_unrecorded(self) -> None:
         """Delete stored responses whose event will not be handled any more."""

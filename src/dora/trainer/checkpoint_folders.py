@@ -10,11 +10,25 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 MANIFEST = "checkpoint.json"
 _NAME = re.compile(r"step-(\d+)")
+
+
+class KeptCheckpoints(NamedTuple):
+    """Checkpoints that are not removed: the newest, and those of two evaluated versions.
+
+    `best_first` are the versions with a result; the first one that has a checkpoint keeps it. So does the
+    version that is `evaluating`, until its result is known.
+    """
+
+    num_newest: int
+    best_first: tuple[int, ...] = ()
+    evaluating: int | None = None
 
 
 def write_manifest(folder: Path) -> None:
@@ -62,12 +76,20 @@ def recover_replaced(folder: Path) -> None:
             os.rename(old, original)
 
 
-def prune_checkpoints(folder: Path, num: int) -> None:
-    """Remove all but the newest `num` checkpoints, and unfinished ones."""
+def find_best(folder: Path, best_first: Iterable[int]) -> int | None:
+    """The first of these versions that has a checkpoint; None if none has."""
     steps = checkpoint_folders(folder)
-    for step in sorted(steps)[: max(0, len(steps) - num)]:
-        removed = steps[step].with_name(steps[step].name + ".removed")
-        os.rename(steps[step], removed)  # so that a crash leaves no partly removed checkpoint
+    return next((version for version in best_first if version in steps), None)
+
+
+def prune_checkpoints(folder: Path, kept: KeptCheckpoints) -> None:
+    """Remove all checkpoints but `kept`, and unfinished ones."""
+    steps = checkpoint_folders(folder)
+    evaluated = find_best(folder, kept.best_first), kept.evaluating
+    for step in sorted(steps)[: max(0, len(steps) - kept.num_newest)]:
+        if step not in evaluated:
+            removed = steps[step].with_name(steps[step].name + ".removed")
+            os.rename(steps[step], removed)  # so that a crash leaves no partly removed checkpoint
     for kind in ("old", "draft", "removed"):
         for leftover in folder.glob(f"step-*.{kind}"):
             shutil.rmtree(leftover, ignore_errors=True)

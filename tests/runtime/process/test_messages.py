@@ -18,6 +18,7 @@ from dora.core.types import GroupId, RequestId
 from dora.engine.decode_batch import PartialOutput
 from dora.runtime.process import messages
 from dora.stream.metadata import BatchRequest
+from dora.trainer.checkpoint_folders import KeptCheckpoints
 from dora.trainer.critic import CriticSettings
 from dora.trainer.trainer import TrainerSettings
 from dora.weights.store import RemoteVersionSource
@@ -74,6 +75,6 @@ def test_messages_about_weights_are_a_few_bytes() -> None:
         messages.TrainStep(7, (GroupId(0, 1), GroupId(0, 2))),
         messages.StepCompleted(7, {"actor/pg_loss": 0.1}),
         messages.AbortRequests((RequestId(0, 1, 2),)),
-        messages.SaveCheckpoint(Path("checkpoints"), "{}", Path("held-0"), 2, False),
+        messages.SaveCheckpoint(Path("checkpoints"), "{}", Path("held-0"), KeptCheckpoints(2), False),
     )
     assert max(len(pickle.dumps(message)) for message in small) < 300

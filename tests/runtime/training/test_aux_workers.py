@@ -19,6 +19,7 @@ from dora.runtime.training.accumulator import to_sample
 from dora.runtime.training.aux_workers import AuxWorker, CriticWorker, LogprobWorker, Rows, pop_critic_state
 from dora.stream.sample_db import StoredSample
 from dora.trainer.advantage import AdvantageSettings
+from dora.trainer.checkpoint_folders import KeptCheckpoints
 from dora.trainer.critic import Critic, CriticSettings, initial_critic_weights
 from dora.trainer.logprobs import GroupLogprobs
 from dora.trainer.settings import Sample
@@ -147,7 +148,7 @@ def test_a_repeated_step_updates_the_critic_once(tmp_path: Path) -> None:
 
 def test_a_critic_continues_from_the_state_that_it_left_for_a_checkpoint(tmp_path: Path) -> None:
     worker = CriticWorker(Stream(), first := critic(), AdvantageSettings("gae").shape_rewards, tmp_path)
-    save = SaveCheckpoint(tmp_path, "{}", tmp_path, 1, False)
+    save = SaveCheckpoint(tmp_path, "{}", tmp_path, KeptCheckpoints(1), False)
     send(worker, AccumulateGroup(0, GROUPS[0]), TrainStep(0, GROUPS[:1]), save)
     state, other = pop_critic_state(tmp_path, 1, timeout_s=0.0), critic()
     other.flat.copy_(state["flat"])

@@ -27,6 +27,7 @@ from dora.engine.messages import TurnFinished
 from dora.engine.request import Completion, Request
 from dora.metrics.rollout import EngineUsage
 from dora.trainer.advantage import AdvantageSettings
+from dora.trainer.checkpoint_folders import KeptCheckpoints
 
 if TYPE_CHECKING:
     from dora.engine.decode_batch import PartialOutput
@@ -262,13 +263,13 @@ class SaveCheckpoint:
     """Write the checkpoint `folder`/step-N, where N is the trainer's own count of steps.
 
     `core` is the state of the orchestrator, as JSON. The files of the folder `versions`, older versions
-    that are still needed, are moved into the checkpoint. Only the `keep_last` newest checkpoints are kept.
+    that are still needed, are moved into the checkpoint. Other checkpoints than `kept` are removed.
     """
 
     folder: Path
     core: str
     versions: Path
-    keep_last: int
+    kept: KeptCheckpoints
     fsync: bool
 
 

@@ -69,6 +69,7 @@ CHANGEABLE_KEYS = (  # neither the guarantees nor the computed weights depend on
     "reward.max_failed_fraction",
     "trainer.save_freq",
     "trainer.keep_last",
+    "trainer.keep_best",
     "trainer.num_ranks",
     "service.host",
     "service.port",

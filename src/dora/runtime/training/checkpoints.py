@@ -17,6 +17,7 @@ from dora.errors import RunError
 from dora.full_disk import describe_full_disk, is_full
 from dora.runtime.process.messages import CheckpointFailed, CheckpointSaved, SaveCheckpoint
 from dora.runtime.run_setup import RunSetup
+from dora.trainer.checkpoint_folders import KeptCheckpoints, prune_checkpoints
 from dora.weights.store import WeightStore
 
 if TYPE_CHECKING:
@@ -77,7 +78,6 @@ def write_checkpoint(request: SaveCheckpoint, model: Path, trainer: TrainerState
     """Write a checkpoint; `model` is the folder of the initial policy."""
     from dora.model.pretrained import load_config
     from dora.trainer.checkpoint import SNAPSHOT_FILE, VERSIONS_FOLDER, save_checkpoint
-    from dora.trainer.checkpoint_folders import prune_checkpoints
 
     path = request.folder / f"step-{trainer.step}"
     try:
@@ -94,7 +94,7 @@ def write_checkpoint(request: SaveCheckpoint, model: Path, trainer: TrainerState
             shards=trainer.shards,
             fsync=request.fsync,
         )
-        prune_checkpoints(request.folder, request.keep_last)
+        prune_checkpoints(request.folder, request.kept)
     except Exception as error:  # OSError, or what safetensors and torch raise instead
         if trainer.shards is not None:
             wait([trainer.shards])  # before their folder is removed
@@ -134,22 +134,21 @@ class CheckpointManager:
         self.num_pending = 0
         self.saved: list[Path] = []  # not recorded in the journal yet
 
-    def request(self, core: str, versions: Sequence[int]) -> SaveCheckpoint:
-        """The request for one more checkpoint.
+    def request(self, core: str, versions: Sequence[int], kept: KeptCheckpoints) -> SaveCheckpoint:
+        """The request for one more checkpoint, after which the checkpoints `kept` stay.
 
         `core` is the orchestrator's state as JSON. `versions` are older versions to keep in the checkpoint.
         """
-        kept = self._weights.link_versions(versions, f"held-{self._num_requested}")
-        self._kept_versions.append(kept)
+        linked = self._weights.link_versions(versions, f"held-{self._num_requested}")
+        self._kept_versions.append(linked)
         self._num_requested += 1
         self.num_pending += 1
-        config = self._setup.config
         return SaveCheckpoint(
             folder=self._setup.out / "checkpoints",
             core=core,
-            versions=kept,
-            keep_last=config.trainer.keep_last,
-            fsync=config.journal.fsync,
+            versions=linked,
+            kept=kept,
+            fsync=self._setup.config.journal.fsync,
         )
 
     def on_message(self, message: Reply) -> None:
