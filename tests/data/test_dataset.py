@@ -96,7 +96,7 @@ def test_the_error_for_a_content_in_parts_names_its_message() -> None:
         Dataset([{"prompt": parts}])
 
 
-@pytest.mark.parametrize("column", ["prompt", "prompts", "completions", "completion_ids"])
+@pytest.mark.parametrize("column", ["prompt", "prompts", "completions", "completion_ids", "finish_reason"])
 def test_a_column_named_like_an_argument_of_rewards_is_refused(column: str) -> None:
     with pytest.raises(DataError, match=f"the column '{column}' has the name of an argument .* rename it"):
         Dataset([{"question": "why?", column: 1}], "question")

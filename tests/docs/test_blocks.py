@@ -153,7 +153,9 @@ def test_reward_functions_on_the_pages_return_rewards(here: Path) -> None:
     for page in ("README.md", "docs/quickstart.md"):
         reward: Any = names_of(page)[0]["reward"]
         assert (reward("12,30:", "06", answer="06"), reward("12,30:", "=06", answer="06")) in {(1, 0), (0, 1)}
-    forms, as_verl, thinking = names_of("docs/data.md")
+    forms, as_verl, complete, thinking = names_of("docs/data.md")
+    finished: Any = complete["reward"]
+    assert [finished("p", "06", reason, answer="06") for reason in ("stop", "length")] == [1.0, 0.0]
     many: Any = forms["reward"]
     assert many(["p"] * 2, ["is 72", "is 7"], answer=["72", "72"]) == [1.0, 0.0]
     assert cast(Any, as_verl["compute_score"])("math", "#### 72", "72") == 1.0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dora.errors import RewardError
-from dora.rewards.base import check_signature, load_reward, score_one
+from dora.rewards.base import RewardInput, check_signature, load_reward, score, score_one
 
 
 def by_name(prompt: str, completion: str, *, answer: str, **row: Any) -> float:
@@ -97,6 +97,23 @@ def test_a_function_that_cannot_be_called_is_refused(function: Callable[..., Any
     assert message.startswith("reward.function = 'mine.py:reward': ")
     assert complaint in message
     assert "def reward(prompt, completion, **row):" in message
+
+
+@pytest.mark.parametrize("columns", [None, (), ("answer",)])
+def test_a_finish_reason_is_no_column(columns: tuple[str, ...] | None) -> None:
+    def one(prompt: str, completion: str, finish_reason: str, **row: Any) -> float:
+        return float(finish_reason == "length")
+
+    def many(completions: list[str], *, finish_reason: list[str], **columns: Any) -> list[float]:
+        return [float(reason == "length") for reason in finish_reason]
+
+    def without(prompt: str, completion: str, **row: Any) -> float:
+        return float("finish_reason" in row)
+
+    inputs = [RewardInput("p", "c", (), {"answer": 1}, reason) for reason in ("stop", "length", None)]
+    for function, expected in ((one, [0, 1, 0]), (many, [0, 1, 0]), (without, [0, 0, 0])):
+        check_signature(function, "reward.function", columns, {"finish_reason": "a dataset"})
+        assert [result.reward for result in score(function, inputs)] == expected
 
 
 def test_a_column_that_is_missing_is_named() -> None:

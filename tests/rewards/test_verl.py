@@ -25,6 +25,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def only_answers(solution_str, ground_truth, method="strict"):
     return {"score": float(solution_str == ground_truth), "acc": True}
 
+def unfinished(solution_str, ground_truth, finish_reason, **kwargs):
+    assert finish_reason is None and sorted(kwargs) == ["data_source", "extra_info"]
+    return float(solution_str == ground_truth)
+
 async def any_arguments(solution_str, ground_truth, **kwargs):
     return float(sorted(kwargs) == ["data_source", "extra_info"] and solution_str == ground_truth)
 
@@ -48,7 +52,7 @@ def rewards(file: Path, name: str, row: dict[str, Any]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", ["compute_score", "only_answers", "any_arguments"])
+@pytest.mark.parametrize("name", ["compute_score", "only_answers", "unfinished", "any_arguments"])
 def test_it_gets_the_arguments_of_verl(file: Path, name: str) -> None:
     assert rewards(file, name, ROW) == [1.0, 0.0]
 

@@ -55,6 +55,25 @@ def test_groups_that_cannot_be_scored_fail_with_a_reason_and_the_run_finishes(
     assert "4 trained + 0 filtered + 5 failed + 0 pending" in run.audit()
 
 
+FINISHED = """
+def reward(prompt, completion, finish_reason):
+    return {"stop": 2.0, "length": 0.5}[finish_reason] + len(set(completion)) / 100
+"""
+
+
+def test_a_reward_may_depend_on_why_a_response_ended(start_run: StartRun, tmp_path: Path) -> None:
+    config = write_task(tmp_path, reward=FINISHED)
+    held_out = {"eval__path": tmp_path / "prompts.jsonl", "eval__num_prompts": 3}
+    run = start_run(config, run__steps=2, sampling__stop='["7"]', **held_out)
+    run.succeed()
+    for kind in ("group_id >= '0'", "group_id < '0'"):
+        query_of_kind = f"select finish_reason, min(reward), max(reward) from samples where {kind} group by 1"
+        (length, *lowest), (stop, *highest) = query(run.out, query_of_kind)
+        assert (length, stop) == ("length", "stop")
+        assert 0.5 < lowest[0] <= lowest[1] < 2 < highest[0]
+    assert "rewards ok  8 responses scored again" in run.audit("--deep", "8")
+
+
 LENGTH = """
 
 class Length:

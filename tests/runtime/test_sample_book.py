@@ -88,6 +88,10 @@ def test_a_held_out_prompt_with_a_failed_request_keeps_no_answers(
     assert [*book.events_from(0, RequestsRejected({failed: "too long"}))] == [
         RequestFailed(0, failed, "too long")
     ]
+    restored = SampleBook(setup, samples)
+    restored.restore_group(group, False, samples.finished(group), 2)
+    ((token_ids, finish_reason),) = restored.pop_held_out_answers(group)
+    assert ([*token_ids], finish_reason) == ([5, 6], "stop")
     resumed = SampleBook(setup, samples)
     resumed.mark_discarded(group, "failed: too long")
     for sibling, each in ((2, book), (3, resumed)):

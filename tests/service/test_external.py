@@ -322,6 +322,7 @@ def test_rewards_are_submitted_for_a_leased_group(run: ExternalRun) -> None:
     leased = run.call_many(requests).json()["leased_group"]
     assert (leased["group"], leased["prompt"], leased["columns"]) == ("0/3", "1:", {"answer": 1})
     assert leased["token_ids"] == [[2], [2, 2]]
+    assert leased["finish_reasons"] == [None, None]
     assert leased["texts"] == [run.setup.tokenizer.decode(ids) for ids in leased["token_ids"]]
 
     def put(lease: int = leased["lease"], **fields: object) -> httpx.Response:

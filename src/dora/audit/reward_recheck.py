@@ -100,7 +100,7 @@ def _inputs(run: Path, rows: list[SampleRow], dataset: Dataset, tokenizer: Token
             raise InputError(f"sample {row.group}/{row.sibling} has tokens that are no ids") from error
         prompt_row = encode_prompt_row(dataset.prompt(position), dataset.fields(position))
         prompt, fields = json.loads(prompt_row)
-        inputs.append(RewardInput(prompt, text, ids, fields))
+        inputs.append(RewardInput(prompt, text, ids, fields, response.finish_reason))
     return inputs
 
 

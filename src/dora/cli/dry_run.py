@@ -21,6 +21,7 @@ from dora.runtime.run_setup import RunSetup
 from dora.runtime.scoring.reward_manager import RewardManager, reward_tasks
 from dora.runtime.scoring.reward_worker import encode_prompt_row
 from dora.stream.run_stream import RunStream
+from dora.stream.sample_db import HeldOutResponse
 from dora.text import plural, size
 
 
@@ -134,7 +135,8 @@ def _call_rewards(setup: RunSetup) -> str:
         )
         try:
             question = encode_prompt_row(dataset.prompt(0), dataset.fields(0))
-            manager.submit(GroupId(-1, 0), question, [[]])  # a held-out group, which is not trained
+            response = HeldOutResponse([], "stop")
+            manager.submit(GroupId(-1, 0), question, [response])  # a held-out group, which is not trained
             while not events:
                 supervisor.poll(0.2)
                 manager.check_deadlines()

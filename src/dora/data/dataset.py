@@ -31,7 +31,7 @@ NumTokens = Callable[[Prompt, Sequence[ImageSource]], int]  # of a prompt with i
 Rows = Sequence[Mapping[str, Any]]
 MAX_PERIOD = 1000  # groups after which the order of several sources repeats
 # Reward functions get arguments with these names besides the columns.
-RESERVED_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
+RESERVED_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids", "finish_reason")
 
 
 class Dataset:

@@ -203,6 +203,7 @@ class StoredResponse(NamedTuple):
     routes: Sequence[int]  # [tokens - 1, MoE layers, k], flattened; empty if routing was not recorded
     loss_mask: Sequence[int]  # 1 for a token that the model sampled, 0 for one that the environment inserted
     branches: Sequence[Branch] = ()
+    finish_reason: str | None = None  # None: stored by an earlier version of DORA-RL
 
 
 # What SQLite may have stored in each column: it keeps a value that does not fit the declared type.
@@ -261,9 +262,11 @@ def _find_damage(store: sqlite3.Connection) -> str:
 def read_responses(run: Path, rows: Iterable[SampleRow]) -> list[StoredResponse | None]:
     """Read the tokens of rows of the same store; None for a truncated one. Raises InputError."""
     with open_sample_store(run) as store:
+        names = {row[1] for row in store.execute("pragma table_info(samples)")}
+        finish_reason = "finish_reason" if "finish_reason" in names else "null"
         query = (
-            "select prompt_ids, token_ids, logprobs, coalesce(routes, x''), loss_mask, branches "
-            "from samples where group_id = ? and sibling = ?"
+            "select prompt_ids, token_ids, logprobs, coalesce(routes, x''), loss_mask, branches, "
+            f"{finish_reason} from samples where group_id = ? and sibling = ?"
         )
         return [_stored_response(*store.execute(query, (row.group, row.sibling)).fetchone()) for row in rows]
 
@@ -286,13 +289,20 @@ def open_sample_store(run: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _stored_response(
-    prompt: bytes, response: bytes, logprobs: bytes, routes: bytes, mask: bytes | None, branches: str | None
+    prompt: bytes,
+    response: bytes,
+    logprobs: bytes,
+    routes: bytes,
+    mask: bytes | None,
+    branches: str | None,
+    finish_reason: str | None,
 ) -> StoredResponse | None:
     try:
         ids = array("i", response)
         mask = bytes([1]) * len(ids) if mask is None else mask
         tree = [Branch(*map(int, branch)) for branch in json.loads(branches or "[]")]
-        return StoredResponse(array("i", prompt), ids, array("f", logprobs), array("h", routes), mask, tree)
+        columns = array("i", prompt), ids, array("f", logprobs), array("h", routes)
+        return StoredResponse(*columns, mask, tree, finish_reason)
     except (TypeError, ValueError):
         return None
 

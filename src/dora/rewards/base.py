@@ -29,12 +29,16 @@ Prompt = str | Sequence[Mapping[str, str]]  # text, or the messages of a convers
 
 @dataclass(frozen=True)
 class RewardInput:
-    """A completion with its prompt; `row` has the other columns of the prompt's dataset row."""
+    """A completion with its prompt; `row` has the other columns of the prompt's dataset row.
+
+    `finish_reason`: "stop" or "length"; of an episode also "turn_length". None if it is not known.
+    """
 
     prompt: Prompt
     completion: str
     token_ids: Sequence[int]
     row: Mapping[str, Any]
+    finish_reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,15 @@ def score(function: RewardFunction, inputs: Sequence[RewardInput]) -> Iterator[R
         yield from score_batch(function, inputs)
         return
     for item in inputs:
-        yield score_one(function, item.prompt, item.completion, item.row)
+        yield score_one(function, item.prompt, item.completion, _columns(function, item))
+
+
+def _columns(function: RewardFunction, item: RewardInput) -> Mapping[str, Any]:
+    """The row, and the finish reason if the function has a parameter of this name."""
+    signature = _signature(function)
+    if signature is None or FINISH_REASON not in signature.parameters:
+        return item.row
+    return {**item.row, FINISH_REASON: item.finish_reason}
 
 
 def score_one(
@@ -108,6 +120,7 @@ def score_one(
         "solution_str": completion,
         "ground_truth": _ground_truth(row),
         "extra_info": row.get("extra_info"),
+        FINISH_REASON: row.get(FINISH_REASON),
     }
     value = _call(function, **{key: known[key] for key in _verl_arguments(signature)})
     if isinstance(value, Mapping):
@@ -129,13 +142,14 @@ def score_batch(function: RewardFunction, inputs: Sequence[RewardInput]) -> list
     Where the prompt is a conversation, the completion is one message of the assistant. A column that only
     some rows have is None for the others.
     """
-    columns = dict.fromkeys(column for item in inputs for column in item.row)
+    rows = [_columns(function, item) for item in inputs]
+    columns = dict.fromkeys(column for row in rows for column in row)
     values = _call(
         function,
         prompts=[item.prompt for item in inputs],
         completions=[_completion(item) for item in inputs],
         completion_ids=[list(item.token_ids) for item in inputs],
-        **{column: [item.row.get(column) for item in inputs] for column in columns},
+        **{column: [row.get(column) for row in rows] for column in columns},
     )
     if isinstance(values, RewardResult):
         return [values]
@@ -192,6 +206,7 @@ def _wrong_type(value: object, name: str, expected: str) -> RewardResult:
 
 ONE_ARGUMENTS = ("prompt", "completion")
 BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids")
+FINISH_REASON = "finish_reason"  # only of functions that name it
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 EXAMPLES = """\
     def reward(prompt, completion, **row):  # one completion; `row` has the other columns
@@ -244,7 +259,8 @@ def check_signature(
             "or give the parameter a default"
         )
     is_batch, arguments = _is_batch_signature(signature), _arguments(signature)
-    passed = _required_columns(signature, arguments) if columns is None else columns
+    passed = [*(_required_columns(signature, arguments) if columns is None else columns)]
+    passed += [FINISH_REASON] if FINISH_REASON in signature.parameters else []
     try:
         if is_batch:
             signature.bind(**dict.fromkeys((*arguments, *passed)))
@@ -306,9 +322,10 @@ def _arguments(signature: inspect.Signature) -> tuple[str, ...]:
 
 
 def _verl_arguments(signature: inspect.Signature) -> list[str]:
-    """The arguments of `VERL_ARGUMENTS` that the function accepts."""
+    """The arguments of `VERL_ARGUMENTS` that the function accepts, and the finish reason if it names it."""
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    return [name for name in VERL_ARGUMENTS if takes_all or name in signature.parameters]
+    names = [name for name in VERL_ARGUMENTS if takes_all or name in signature.parameters]
+    return [*names, FINISH_REASON] if FINISH_REASON in signature.parameters else names
 
 
 def _required_columns(signature: inspect.Signature, arguments: Sequence[str]) -> list[str]:
@@ -318,7 +335,7 @@ def _required_columns(signature: inspect.Signature, arguments: Sequence[str]) ->
     either = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     if arguments is ONE_ARGUMENTS:
         either = either[len(ONE_ARGUMENTS) :]  # the first two are passed by position, whatever their names
-    return [name for name in (*either, *keyword_only) if name not in arguments]
+    return [name for name in (*either, *keyword_only) if name not in (*arguments, FINISH_REASON)]
 
 
 def _without_types(signature: inspect.Signature) -> inspect.Signature:

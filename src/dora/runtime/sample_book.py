@@ -18,7 +18,7 @@ from dora.metrics.rollout import EngineUsage
 from dora.runtime.process import messages as m
 from dora.runtime.rollout.partial_outputs import FILE_NAME, PartialOutputs
 from dora.runtime.run_setup import RunSetup
-from dora.stream.sample_db import FinishedSample, SampleStore, TokenIds, Trajectory, answer_source
+from dora.stream.sample_db import FinishedSample, HeldOutResponse, SampleStore, Trajectory, answer_source
 from dora.trainer.advantage import invalid_rewards_reason
 from dora.trainer.metrics import KL_BY_STALENESS
 
@@ -34,7 +34,7 @@ class SampleBook:
 
     def __init__(self, setup: RunSetup, samples: SampleStore) -> None:
         self._setup, self._samples = setup, samples
-        self._held_out: dict[GroupId, dict[int, TokenIds]] = {}  # by sibling
+        self._held_out: dict[GroupId, dict[int, HeldOutResponse]] = {}  # by sibling
         self._discarded: dict[GroupId, str] = {}  # group -> its final state
         self.unrecorded: set[RequestId] = set()  # stored, and their event is not in the journal yet
         self.progress: dict[int, dict[RequestId, int]] = {}  # engine -> tokens of each unfinished response
@@ -90,7 +90,8 @@ class SampleBook:
         self.failed_episodes.discard(request)
         is_discarded = group in self._discarded
         if group.is_held_out and not is_discarded:
-            self._held_out.setdefault(group, {})[request.sibling] = completion.token_ids
+            response = HeldOutResponse(completion.token_ids, completion.finish_reason)
+            self._held_out.setdefault(group, {})[request.sibling] = response
         # Whether the policy generated each token: observation tokens have a log-prob of NaN.
         is_generated = ~np.isnan(completion.unfiltered_logprobs)
         num_generated = int(np.count_nonzero(is_generated))
@@ -138,7 +139,7 @@ class SampleBook:
 
     # scoring
 
-    def pop_held_out_answers(self, group: GroupId) -> list[TokenIds]:
+    def pop_held_out_answers(self, group: GroupId) -> list[HeldOutResponse]:
         """Remove and return the responses to a held-out prompt, in sibling order; [] for any other group."""
         siblings = self._held_out.pop(group, {})
         return [siblings[k] for k in sorted(siblings)]
@@ -231,7 +232,9 @@ class SampleBook:
     ) -> None:
         """Restore an unfinished group from its stored samples. `is_scored`: by the journal."""
         if group.is_held_out and not is_scored:
-            self._held_out[group] = {sample.sibling: sample.token_ids for sample in samples}
+            self._held_out[group] = {
+                s.sibling: HeldOutResponse(s.token_ids, s.finish_reason) for s in samples
+            }
         rewarded = [(sample, sample.reward) for sample in samples if sample.reward is not None]
         if not is_scored:
             self.episode_rewards |= {

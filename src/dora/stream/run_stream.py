@@ -25,7 +25,7 @@ from dora.curve import CurveAddress
 from dora.errors import RunError, StorageFullError
 from dora.stream.client import StreamClient
 from dora.stream.metadata import BatchRequest, ConsumerDeclaration, SampleMeta
-from dora.stream.sample_db import StoredSample, TokenIds, Trajectory
+from dora.stream.sample_db import HeldOutResponse, StoredSample, Trajectory
 from dora.stream.schema import ColumnData, Field, StreamBatch, TimedOut
 from dora.stream.server import InProcessClient, StreamServer
 from dora.stream.storage import SampleStream
@@ -221,10 +221,12 @@ class RunStream:
         self._send_scores({group: found for group, found in scores.items() if group not in finished})
 
     @_if_available
-    def request_scores(self, group: GroupId, prompt_row: bytes, held_out: Sequence[TokenIds] = ()) -> None:
+    def request_scores(
+        self, group: GroupId, prompt_row: bytes, held_out: Sequence[HeldOutResponse] = ()
+    ) -> None:
         """Offer a group to all reward tasks, the oldest version first.
 
-        `held_out` are the token ids of the responses to a held-out prompt, which are not in the stream yet.
+        `held_out` are the responses to a held-out prompt, which are not in the stream yet.
         """
         num_answers = len(held_out) or self._group_size
         prompt_rows = [np.frombuffer(text, np.uint8) for text in (prompt_row, *[b""] * (num_answers - 1))]
@@ -232,9 +234,16 @@ class RunStream:
             self._fill([group], {PROMPT_ROW: prompt_rows})
             return
         version = -1 - group.epoch
-        samples = [SampleMeta(RequestId(*group, k), version, len(ids)) for k, ids in enumerate(held_out)]
-        answers = [np.asarray(ids, np.int32) for ids in held_out]
-        self._put(samples, {"token_ids": answers, PROMPT_ROW: prompt_rows})
+        samples = [
+            SampleMeta(RequestId(*group, k), version, len(response.token_ids))
+            for k, response in enumerate(held_out)
+        ]
+        columns: ColumnData = {
+            "token_ids": [np.asarray(response.token_ids, np.int32) for response in held_out],
+            "finish_reason": [_ascii(response.finish_reason) for response in held_out],
+            PROMPT_ROW: prompt_rows,
+        }
+        self._put(samples, columns)
 
     @_if_available
     def clear(self, groups: Iterable[GroupId]) -> None:
@@ -294,7 +303,7 @@ def _storage_spec(
         ConsumerDeclaration(ACTOR, [*stored, *columns]),
         *(ConsumerDeclaration(name, stored) for name in columns),
         *(
-            ConsumerDeclaration(reward_consumer(task), ["token_ids", PROMPT_ROW], lease_s)
+            ConsumerDeclaration(reward_consumer(task), ["token_ids", "finish_reason", PROMPT_ROW], lease_s)
             for task, lease_s in tasks.items()
         ),
     ]
@@ -386,14 +395,18 @@ def _answer_columns(answers: Sequence[Trajectory]) -> dict[str, Any]:
         "token_ids": [np.asarray(t.token_ids, np.int32) for t in answers],
         "logprobs": [np.asarray(t.logprobs, np.float32) for t in answers],
         "routes": [no_routes if t.routes is None else t.routes.astype(np.int16).reshape(-1) for t in answers],
-        "weight_digest": [np.frombuffer(t.weight_digest.encode(), np.uint8) for t in answers],
+        "weight_digest": [_ascii(t.weight_digest) for t in answers],
         "loss_mask": [
             np.ones(len(t.token_ids), np.uint8) if t.loss_mask is None else np.asarray(t.loss_mask, np.uint8)
             for t in answers
         ],
         "branches": [np.array(t.branches or (), np.int32).reshape(-1) for t in answers],
-        "finish_reason": [np.frombuffer((t.finish_reason or "").encode(), np.uint8) for t in answers],
+        "finish_reason": [_ascii(t.finish_reason) for t in answers],
     }
+
+
+def _ascii(text: str | None) -> NDArray[np.uint8]:
+    return np.frombuffer((text or "").encode(), np.uint8)
 
 
 def _to_samples(batch: StreamBatch) -> list[StoredSample]:

@@ -163,6 +163,13 @@ class StoredSample(NamedTuple):
         return split_branches(self.prompt_ids, self.token_ids, self.branches or ())
 
 
+class HeldOutResponse(NamedTuple):
+    """A response to a held-out prompt, as rewards need it."""
+
+    token_ids: TokenIds
+    finish_reason: str | None
+
+
 class FinishedSample(NamedTuple):
     """The fields of a sample that the driver reads again; `reward` is an episode's own until its group
     `is_scored`.
@@ -174,6 +181,7 @@ class FinishedSample(NamedTuple):
     is_scored: bool
     task_rewards: dict[str, float]  # by task, if there are several
     version: int
+    finish_reason: str | None = None
 
 
 class SampleSubscriber(Protocol):
@@ -327,13 +335,15 @@ class SampleStore:
     def finished(self, group: GroupId) -> list[FinishedSample]:
         """The finished siblings of a group, in order."""
         rows = self._db.execute(
-            "select sibling, token_ids, reward, state != 'finished', coalesce(task_rewards, '{}'), version "
-            "from samples where group_id = ? order by sibling",
+            "select sibling, token_ids, reward, state != 'finished', coalesce(task_rewards, '{}'), version, "
+            "finish_reason from samples where group_id = ? order by sibling",
             (str(group),),
         )
         return [
-            FinishedSample(k, _ids(answer), reward, bool(is_scored), json.loads(parts), version)
-            for k, answer, reward, is_scored, parts, version in rows
+            FinishedSample(
+                k, _ids(answer), reward, bool(is_scored), json.loads(parts), version, finish_reason
+            )
+            for k, answer, reward, is_scored, parts, version, finish_reason in rows
         ]
 
     def task_rewards(self, group: GroupId, group_size: int) -> dict[str, tuple[float, ...]]:

@@ -23,6 +23,7 @@ from dora.runtime.scoring.reward_worker import encode_prompt_row
 from dora.stream.run_stream import RunStream
 from dora.stream.sample_db import FinishedSample, Trajectory
 
+REASONS = ("stop", "length")  # why the responses of a group have finished
 FUNCTIONS = """
 import os, signal, time
 from pathlib import Path
@@ -46,6 +47,14 @@ def reward(prompt, completion, *, behavior="normal", **row):
         while not flag.exists():
             time.sleep(0.01)
     return float(len(completion))
+
+
+def is_truncated(prompt, completion, finish_reason):
+    return finish_reason == "length"
+
+
+def are_truncated(completions, finish_reason, **columns):
+    return [reason == "length" for reason in finish_reason]
 
 
 class Batched:
@@ -107,8 +116,10 @@ class RewardBench:
         group = GroupId(0, row)
         for sibling in range(2):
             ids = [CHARACTERS.index("7")] * (sibling + 1)
-            self.stream.put(Trajectory(RequestId(*group, sibling), version, "", [1], ids, [-1.0] * len(ids)))
-            finished = FinishedSample(sibling, np.array(ids, np.int32), None, False, {}, version)
+            reason = REASONS[sibling]
+            request, logprobs = RequestId(*group, sibling), [-1.0] * len(ids)
+            self.stream.put(Trajectory(request, version, "", [1], ids, logprobs, finish_reason=reason))
+            finished = FinishedSample(sibling, np.array(ids, np.int32), None, False, {}, version, reason)
             self.responses.setdefault(group, []).append(finished)
         self.stream.flush()
         self.manager.submit(group, encode_prompt_row("7:", columns))

@@ -43,6 +43,7 @@ def test_a_leased_group_has_its_prompt_and_its_rewards_are_accepted(
     leased = lease(people)
     assert (leased.group, leased.prompt, leased.columns) == ("0/4", "7:", {"topic": "sevens"})
     assert leased.token_ids == [[SEVEN], [SEVEN, SEVEN]]
+    assert leased.finish_reasons == ["stop", "length"]
     assert people.lease() is None
     people.submit(leased.lease, [0.5, 2.0])
     assert bench.wait_for(1) == [GroupScored(group, (0.5, 2.0))]

@@ -27,6 +27,7 @@ from dora.runtime.scoring.reward_manager import (
 from dora.runtime.scoring.reward_worker import RewardWorker, encode_prompt_row
 from dora.stream.client import StreamClient
 from dora.stream.metadata import BatchRequest
+from dora.stream.sample_db import HeldOutResponse
 
 MAX_RESTARTS = 3  # the default of runtime.max_restarts
 NO_RESTARTS_LEFT = (
@@ -39,11 +40,22 @@ local_and_remote = pytest.mark.parametrize("host", [None, "127.0.0.1"])
 def test_rewards_of_all_tasks_are_summed_with_their_weights(bench: RewardBench) -> None:
     bench.open(bench.task(), bench.task("sum", "Batched", {"factor": 0.25}, weight=-2.0))
     group = bench.submit(1, behavior="normal")
-    held_out = GroupId(-4, 1)
-    bench.manager.submit(held_out, encode_prompt_row("7:", {"behavior": "normal"}), [[], [7], [7, 7]])
+    held_out, responses = GroupId(-4, 1), [HeldOutResponse([7] * k, "stop") for k in range(3)]
+    bench.manager.submit(held_out, encode_prompt_row("7:", {"behavior": "normal"}), responses)
     assert {*bench.wait_for(2)} == {
         GroupScored(group, (1.0 - 1.0, 2.0 - 1.0)),
         GroupScored(held_out, (-1.5, 1.0 - 1.5, 2.0 - 1.5)),
+    }
+
+
+def test_a_reward_gets_the_finish_reasons_of_training_and_of_held_out_responses(bench: RewardBench) -> None:
+    bench.open(bench.task(function="is_truncated"), bench.task("all", "are_truncated"))
+    group, held_out = bench.submit(1), GroupId(-4, 1)
+    responses = [HeldOutResponse([7], reason) for reason in ("length", "turn_length", None)]
+    bench.manager.submit(held_out, encode_prompt_row("7:", {}), responses)
+    assert {*bench.wait_for(2)} == {
+        GroupScored(group, (0.0, 2.0)),
+        GroupScored(held_out, (2.0, 0.0, 0.0)),
     }
 
 

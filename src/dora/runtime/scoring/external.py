@@ -32,6 +32,7 @@ class LeasedGroup:
     prompt: Any
     columns: dict[str, Any]
     token_ids: list[list[int]]
+    finish_reasons: list[str | None]  # "stop" or "length"; null if it is not known
 
 
 class _WaitingGroup(NamedTuple):
@@ -93,8 +94,10 @@ class ExternalRewards:
         number = next(self._next_lease)
         self._leases[number] = group, now_s + self.lease_s
         prompt, columns = json.loads(self._waiting[group].prompt_row)
-        token_ids = [response.token_ids.tolist() for response in self._responses(group)]
-        return LeasedGroup(number, str(group), prompt, columns, token_ids)
+        responses = self._responses(group)
+        token_ids = [response.token_ids.tolist() for response in responses]
+        finish_reasons = [response.finish_reason for response in responses]
+        return LeasedGroup(number, str(group), prompt, columns, token_ids, finish_reasons)
 
     def submit(self, lease: int, rewards: Sequence[float]) -> None:
         """Accept the rewards of a leased group, sibling by sibling. Repeating an accepted call has no effect.

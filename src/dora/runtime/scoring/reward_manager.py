@@ -23,7 +23,7 @@ from dora.runtime.scoring.external import SERVICE, ExternalRewards
 from dora.runtime.scoring.reward_worker import REPORT_INTERVAL_S, REWARD, run_reward_worker
 from dora.stream.metadata import NO_TIMEOUT, BatchRequest
 from dora.stream.run_stream import RunStream
-from dora.stream.sample_db import FinishedSample, TokenIds
+from dora.stream.sample_db import FinishedSample, HeldOutResponse
 
 MAX_SILENCE_S = 2.5 * HEARTBEAT_S  # of a worker whose call takes too long
 MAX_NAMED = 3  # groups of a worker that a status display names
@@ -280,7 +280,7 @@ class RewardManager:
         """
         self._report = report
         self._stream, self._weights = stream, {task.name: task.weight for task in tasks}
-        self._pending: dict[GroupId, tuple[bytes, Sequence[TokenIds]]] = {}  # arguments of `submit`
+        self._pending: dict[GroupId, tuple[bytes, Sequence[HeldOutResponse]]] = {}  # arguments of `submit`
         self._completed: dict[GroupId, dict[str, tuple[float, ...]]] = {}  # by task, of pending groups
         self.first_failure = ""  # reason and traceback of the first group that could not be scored
         self.external = {
@@ -298,7 +298,7 @@ class RewardManager:
             if not task.is_external
         ]
 
-    def submit(self, group: GroupId, prompt_row: bytes, held_out: Sequence[TokenIds] = ()) -> None:
+    def submit(self, group: GroupId, prompt_row: bytes, held_out: Sequence[HeldOutResponse] = ()) -> None:
         """Have all tasks score a group; an event follows. Arguments as of `RunStream.request_scores`."""
         self._pending[group] = prompt_row, held_out
         for external in self.external.values():

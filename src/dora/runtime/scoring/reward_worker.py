@@ -132,11 +132,12 @@ class RewardWorker:
     def _inputs(self, batch: StreamBatch) -> list[RewardInput]:
         prompt_rows: dict[GroupId, tuple[Prompt, dict[str, Any]]] = {}
         inputs = []
-        rows = zip(batch.groups, batch.rows(PROMPT_ROW), batch.rows("token_ids"), strict=True)
-        for group, prompt_row, ids in rows:
+        names = (PROMPT_ROW, "token_ids", "finish_reason")
+        for group, prompt_row, ids, reason in zip(batch.groups, *map(batch.rows, names), strict=True):
             if group not in prompt_rows:  # only the first row of a group has it
                 prompt_rows[group] = json.loads(prompt_row.tobytes())
             prompt, columns = prompt_rows[group]
             token_ids = ids.tolist()
-            inputs.append(RewardInput(prompt, self._decode(token_ids), token_ids, columns))
+            finish_reason = reason.tobytes().decode() or None
+            inputs.append(RewardInput(prompt, self._decode(token_ids), token_ids, columns, finish_reason))
         return inputs
