@@ -389,9 +389,14 @@ def test_sessions_whose_clients_vanish_end_and_leave_nothing(run: FakeRun) -> No
         for i in range(NUM_VANISHING):
             method, path = ("POST", f"/s/{i}/v1/chat/completions") if i % 4 else ("PUT", f"/v1/sessions/{i}")
             clients.append(RawClient(run, method, path, body_of(OPENAI, [], stream=True)))
-        wait_until(lambda: run.agents.num_sessions == NUM_VANISHING)
+        started = set[EpisodeId]()
+
+        def have_started() -> bool:
+            started.update(reply.episode for reply in run.replies())
+            return run.agents.num_sessions == NUM_VANISHING and len(started) >= NUM_VANISHING * 3 // 4
+
+        wait_until(have_started)
         episodes = [run.agents._sessions[str(i)].episode for i in range(NUM_VANISHING)]
-        started = {reply.episode for reply in run.replies()}
         assert started == {episode for i, episode in enumerate(episodes) if i % 4}
         for i, (client, episode) in enumerate(zip(clients, episodes, strict=True)):
             if i % 4 > 1:
