@@ -284,6 +284,15 @@ def test_kv_usage_falls_to_zero_when_all_requests_have_finished() -> None:
     assert engine.kv_usage == 0
 
 
+def test_a_prompt_that_is_kept_for_siblings_does_not_count_in_kv_usage() -> None:
+    engine, usages = make_engine(max_rows=8, max_context=64), []
+    engine.submit([make_request(i, group_size=1, prompt_length=20, max_tokens=44) for i in range(8)])
+    while not engine.is_idle:
+        usages.append(engine.kv_usage)
+        engine.step()
+    assert max(usages) == pytest.approx(4 / 5)
+
+
 def test_blocks_that_siblings_share_count_once_in_kv_usage() -> None:
     engine = make_engine(max_rows=8, num_blocks=20)
     engine.submit([make_request(i, group_size=8, prompt_length=65) for i in range(8)])

@@ -83,7 +83,6 @@ class Scheduler:
 
     def __init__(self, max_rows: int, num_blocks: int, prefill_budget: int = 512) -> None:
         self._max_rows = max_rows
-        self._num_blocks = num_blocks
         self._prefill_budget = prefill_budget
         self._blocks = BlockManager(num_blocks)
         self._hash_seeds: dict[int, str] = {}  # by version
@@ -192,8 +191,9 @@ class Scheduler:
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks of rows, and of prompts that are kept for siblings."""
-        return self._num_blocks - self._blocks.num_free
+        """Blocks of rows. Prompts that are kept for siblings make room once a row needs it."""
+        in_rows = (*self.running.values(), *self.migrating_in.values(), *self.prefilling.values())
+        return len({block for sequence in in_rows for block in sequence.block_table})
 
     def num_blocks_required(self, request: Request) -> int:
         """The maximum number of blocks of a request that is alone in the engine."""
