@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.core.fake_workers import limits
+from tests.core.fake_workers import limits, one_engine
 from tests.core.midrun import add_engine, add_running, state_at
 
 from dora.core.costs import MeasuredCosts
+from dora.core.events import Loaded, RequestFinished
 from dora.core.length_prediction import is_predicted_long, predict_remaining_steps, predict_remaining_tokens
 from dora.core.state import State
 from dora.core.types import GroupId, RequestId
@@ -53,6 +54,16 @@ def test_a_migration_without_tokens_does_not_count_for_the_kv_size() -> None:
     costs = MeasuredCosts()
     costs.observe_migration(num_tokens=0, num_bytes=512, copy_s=0.0, stop_s=0.1)
     assert (costs.kv_bytes_per_token, costs.copy_bytes_per_s, costs.stop_s) == (0.0, 0.0, 0.1)
+
+
+def test_a_run_measures_its_loads_and_responses() -> None:
+    run = one_engine(limits(), rows=4, slots=2)
+    run.deliver_all(unless=lambda event: isinstance(event, Loaded | RequestFinished))
+    run.now += 2.0
+    run.deliver_all(unless=lambda event: isinstance(event, RequestFinished))
+    assert run.state.costs == MeasuredCosts(load_s=2.0)
+    run.deliver_all()
+    assert run.state.costs.mean_response_tokens == 3.0
 
 
 REQUEST = RequestId(0, 4, 0)
