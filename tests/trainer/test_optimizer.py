@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainer.batches import SETTINGS, TINY, gradient, initial, samples
+from tests.trainer.batches import SETTINGS, TINY, first_moment, gradient, initial, samples
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -85,14 +85,14 @@ def test_offloaded_moments_give_the_same_bits() -> None:
 
 
 class LittleMemory(TorchDispatchMode):
-    """torch finds memory for so many tensors with numbers, and then none."""
+    """torch finds memory for so many calls of these functions, and then none."""
 
-    def __init__(self, num_tensors: int) -> None:
+    def __init__(self, num_calls: int, *functions: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.num_left = num_tensors
+        self.num_left, self.functions = num_calls, functions
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.new_empty.default):
+        if func in self.functions:
             self.num_left -= 1
             if self.num_left < 0:
                 raise torch.OutOfMemoryError("no room")
@@ -105,14 +105,24 @@ def test_an_update_without_memory_for_offloaded_moments_can_be_repeated() -> Non
     expected, weights = torch.zeros(1000), torch.zeros(1000)
     Moments([expected], 0.1, (0.9, 0.999)).update([expected], [gradient], lr=1e-2)
     moments = Moments([weights], 0.1, (0.9, 0.999), is_offloaded=True, chunk=320)
-    num_failures = 0
+    copies, num_failures = (torch.ops.aten._to_copy.default, torch.ops.aten.new_empty.default), 0
     while moments.num_updates == 0:
-        with suppress(torch.OutOfMemoryError), LittleMemory(num_failures):
+        with suppress(torch.OutOfMemoryError), LittleMemory(num_failures, *copies):
             moments.update([weights], [gradient], lr=1e-2)
         num_failures += 1
         assert num_failures < 20
     assert num_failures > 1
     assert torch.equal(weights, expected)
+
+
+def test_a_bf16_gradient_that_was_not_added_is_not_part_of_the_repeated_step() -> None:
+    batch = samples()
+    failed, expected = (Trainer(TINY, initial(), replace(SETTINGS, dtype="bfloat16")) for _ in range(2))
+    with pytest.raises(torch.OutOfMemoryError), LittleMemory(7, torch.ops.aten.add_.Tensor):
+        failed.step(batch)  # fails while it adds the gradient of a layer
+    failed.step(batch)
+    expected.step(batch)
+    assert torch.equal(first_moment(failed), first_moment(expected))
 
 
 @pytest.mark.parametrize("lora", [None, LoraSettings(2, 6.0, ("q_proj",))], ids=["full", "lora"])

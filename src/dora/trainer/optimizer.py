@@ -190,10 +190,10 @@ def _bf16_leaf(leaf: Tensor, view: Tensor) -> Tensor:
         return copy
 
     def add_to_fp32(copy: Tensor) -> None:
-        assert copy.grad is not None
+        gradient, copy.grad = copy.grad, None  # first: after an error nothing may be left for the next pass
+        assert gradient is not None
         assert leaf.grad is not None
-        leaf.grad += copy.grad
-        copy.grad = None
+        leaf.grad += gradient
 
     copy.register_post_accumulate_grad_hook(add_to_fp32)
     return copy
