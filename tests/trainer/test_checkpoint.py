@@ -1,3 +1,4 @@
+import os
 import shutil
 import subprocess
 import sys
@@ -181,3 +182,22 @@ def test_a_checkpoint_with_an_interrupted_replacement_gets_its_name_back(tmp_pat
     save_steps(tmp_path, 4)[0].rename(tmp_path / "step-2.old")
     recover_replaced(tmp_path)
     assert complete_checkpoints(tmp_path) == {2: path}
+
+
+SAVED_IN_ASCII = """
+import locale, sys
+from pathlib import Path
+from tests.trainer.batches import TINY, initial
+from dora.trainer.checkpoint import save_checkpoint
+
+assert locale.getencoding() != "utf-8"
+folder = Path(sys.argv[1])
+save_checkpoint(folder / "step-1", TINY, initial(), {}, 1, folder, extra_files={"README.md": chr(252)})
+"""
+
+
+def test_files_of_a_checkpoint_are_utf_8_in_any_locale(tmp_path: Path) -> None:
+    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", SAVED_IN_ASCII, str(tmp_path)]
+    subprocess.run(command, check=True, env={**os.environ, **locale})
+    assert (tmp_path / "step-1" / "README.md").read_bytes() == "ü".encode()

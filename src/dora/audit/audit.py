@@ -117,7 +117,7 @@ def _vocab_size(run: Path, config: Config | None) -> int | None:
     folders += [] if config is None else [Path(config.model.path)]
     for folder in folders:
         try:
-            content = json.loads((folder / "config.json").read_text())
+            content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             return int(content.get("text_config", content)["vocab_size"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
@@ -162,6 +162,10 @@ def write_verdicts(run: Path, result: AuditResult) -> None:
     path = run / SUMMARY_FILE
     if not path.is_file():
         return
-    summary = json.loads(path.read_text()) | {"c1": result.c1, "c2": result.c2, "c3": result.c3}
+    summary = json.loads(path.read_text(encoding="utf-8")) | {
+        "c1": result.c1,
+        "c2": result.c2,
+        "c3": result.c3,
+    }
     write_text_atomically(path, json.dumps(summary, indent=2) + "\n")
     seal(run / JOURNAL_FILE)

@@ -237,7 +237,9 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
             f"--tokenizer {file}: names no eos token; write it into a tokenizer_config.json beside the file, "
             'as {"eos_token": "..."}'
         ) from error
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end_ids}) + "\n")
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": end_ids}) + "\n", encoding="utf-8"
+    )
 
 
 def _train_tokenizer(data: Path | None, folder: Path, vocab_size: int) -> None:

@@ -173,6 +173,8 @@ def _save(
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     generation_config = {"eos_token_id": eos_token_id}
-    (folder / "generation_config.json").write_text(json.dumps(generation_config, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(
+        json.dumps(generation_config, indent=2) + "\n", encoding="utf-8"
+    )

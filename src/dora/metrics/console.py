@@ -148,7 +148,7 @@ def _rewards(metrics: RunMetrics) -> dict[str, float]:
 
 def summary_table(run: Path) -> Table:
     """The most important figures of `summary.json`; if the run had no steps, all of its evaluation."""
-    s: dict[str, Any] = json.loads((run / SUMMARY_FILE).read_text())
+    s: dict[str, Any] = json.loads((run / SUMMARY_FILE).read_text(encoding="utf-8"))
     table = Table(show_header=False)
     for name, value in _figures_of_training(s) if s["steps"] else _figures_of_evaluation(s):
         table.add_row(name, value)

@@ -51,7 +51,7 @@ class MetricsWriter:
         kept: list[dict[str, Any]] = []
         if from_step is not None:
             kept = _truncate(path, from_step, {result.version for result in finished})
-        self._file = path.open("x" if from_step is None else "a")
+        self._file = path.open("x" if from_step is None else "a", encoding="utf-8")
         self._trackers.log_hidden([line for line in kept if line["step"] >= (from_step or 0)])
         written = {line.get(VERSION_KEY) for line in kept}
         for result in finished:
@@ -243,11 +243,11 @@ def _start_spans(
 
 def _read_ids(out: Path) -> dict[str, str]:
     path = out / TRACKER_IDS_FILE
-    return dict(json.loads(path.read_text())) if path.is_file() else {}
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def _write_ids(out: Path, ids: Mapping[str, str]) -> None:
-    (out / TRACKER_IDS_FILE).write_text(json.dumps(ids))
+    (out / TRACKER_IDS_FILE).write_text(json.dumps(ids), encoding="utf-8")
 
 
 _KINDS: dict[str, Callable[[Any, Path, str, Mapping[str, Any], int | None], Tracker]] = {

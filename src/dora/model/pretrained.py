@@ -105,7 +105,7 @@ def save_pretrained(
     if isinstance(config, TransformersConfig):
         transformers_model.save_weights(folder, config, WeightLayout(config).views(flat))
         return
-    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
     shards: list[dict[str, Tensor]] = [{}]
     num_bytes = 0  # of the last shard
     for name, view in WeightLayout(config).views(flat).items():
@@ -123,7 +123,7 @@ def save_pretrained(
         save_file(shard, folder / file, metadata={"format": "pt"})
         files |= dict.fromkeys(shard, file)
     index = {"metadata": {"total_size": flat.nbytes}, "weight_map": files}
-    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _checked_layout(folder: Path, config: ModelConfig) -> WeightLayout:
@@ -184,7 +184,7 @@ def _unstacked(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_text(), object_hook=_special_float)
+        raw = json.loads(path.read_text(encoding="utf-8"), object_hook=_special_float)
     except json.JSONDecodeError as error:
         raise ModelError(f"{path} is not valid JSON: {error}; copy or save the model again") from error
     if not isinstance(raw, dict):

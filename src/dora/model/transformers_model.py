@@ -194,7 +194,7 @@ def save_weights(folder: Path, config: TransformersConfig, views: Mapping[str, T
         tensors, key = _place(model, name)
         tensors[key] = views[first].detach()
     model.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
 class ImageFeatures(NamedTuple):

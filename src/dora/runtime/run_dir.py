@@ -133,7 +133,7 @@ def check_running(run: Path) -> None:
     """Raises InputError if no process drives the run in a folder."""
     path = run / DRIVER_FILE
     try:
-        driver = json.loads(path.read_text())
+        driver = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         ended = f"{run} is not a running run: it has ended"
         raise InputError(ended if (run / JOURNAL_FILE).exists() else explain_missing_run(run)) from error

@@ -160,7 +160,7 @@ class Address:
         """From service.json in the folder of a run. Raises InputError if there is none."""
         path = run / "service.json"
         try:
-            return cls(**json.loads(path.read_text()), run=run)
+            return cls(**json.loads(path.read_text(encoding="utf-8")), run=run)
         except (OSError, ValueError, TypeError) as error:
             raise InputError(
                 f"{run} is not the folder of a served run: {error}; start it with dora serve"
@@ -281,7 +281,7 @@ class _Progress:
         """Trained steps; 0 without a summary."""
         with contextlib.suppress(OSError, ValueError, KeyError):
             if self._address.run is not None:
-                return int(json.loads((self._address.run / SUMMARY).read_text())["steps"])
+                return int(json.loads((self._address.run / SUMMARY).read_text(encoding="utf-8"))["steps"])
         return 0
 
 

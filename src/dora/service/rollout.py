@@ -333,7 +333,7 @@ async def _renew_lease(client: AsyncClient, session: str, interval_s: float) -> 
 def _read_reward(file: Path, output: Path) -> float | None:
     """The reward in a file, or in the last line of the output; None: there is none."""
     if file.exists():
-        text = file.read_text(errors="replace")
+        text = file.read_text(errors="replace", encoding="utf-8")
     else:
         with output.open("rb") as stream:
             stream.seek(max(0, output.stat().st_size - MAX_TAIL_BYTES))

@@ -76,7 +76,7 @@ def save_checkpoint(
         elif isinstance(content, bytes):
             (draft / name).write_bytes(content)
         else:
-            (draft / name).write_text(content)
+            (draft / name).write_text(content, encoding="utf-8")
     torch.save({"step": step, "trainer": state}, draft / OPTIMIZER_FILE)
     if shards is not None:
         shards.result()

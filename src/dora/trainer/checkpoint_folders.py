@@ -34,7 +34,7 @@ class KeptCheckpoints(NamedTuple):
 def write_manifest(folder: Path) -> None:
     """Write the digests of all other files of a checkpoint."""
     manifest = {"sha256": _file_digests(folder)}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
 def find_damage(folder: Path) -> str:
@@ -42,7 +42,7 @@ def find_damage(folder: Path) -> str:
     if not (folder / MANIFEST).is_file():
         return f"{MANIFEST} is missing"
     try:
-        expected: dict[str, str] = json.loads((folder / MANIFEST).read_text())["sha256"]
+        expected: dict[str, str] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
         found = _file_digests(folder)
         for name in sorted({*expected, *found}):
             if name not in found:

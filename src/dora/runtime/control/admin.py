@@ -87,7 +87,7 @@ class ControlDir:
         for path in sorted(self._folder.glob("*.request")):
             with contextlib.suppress(OSError):  # withdrawn
                 try:
-                    found.append((path.stem, AdminRequest(**json.loads(path.read_text()))))
+                    found.append((path.stem, AdminRequest(**json.loads(path.read_text(encoding="utf-8")))))
                 except (ValueError, TypeError) as error:
                     self.answer(path.stem, AdminAnswer(False, f"invalid request: {error}"))
             path.unlink(missing_ok=True)
@@ -116,7 +116,7 @@ def send_request(run: Path, wanted: AdminRequest, timeout_s: float) -> AdminAnsw
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             if answer.exists():
-                return AdminAnswer(**json.loads(answer.read_text()))
+                return AdminAnswer(**json.loads(answer.read_text(encoding="utf-8")))
             check_running(run)
             time.sleep(POLL_S / 4)
     except (InputError, OSError) as error:

@@ -190,7 +190,7 @@ class _JournalReplay:
         self._mismatches = _read_mismatches(setup.out)
         self._num_observed = samples.num_observed()  # by request: tokens that its environment added
         self._saved: dict[str, Any] = (
-            json.loads((checkpoint / SNAPSHOT_FILE).read_text()) if checkpoint else {}
+            json.loads((checkpoint / SNAPSHOT_FILE).read_text(encoding="utf-8")) if checkpoint else {}
         )
 
     def replay(self, event_line: JournalLine | None, action_lines: Sequence[JournalLine]) -> None:

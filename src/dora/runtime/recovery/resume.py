@@ -247,7 +247,10 @@ def find_checkpoint(run: Path, journal: Journal) -> tuple[int, Path | None, tupl
         digest = recorded.get(f"checkpoints/{folder.name}/{MANIFEST}")
         if not reason and digest not in (None, file_digest(folder / MANIFEST)):
             reason = f"{MANIFEST} has changed since the run wrote it"
-        if not reason and (seq := json.loads((folder / SNAPSHOT_FILE).read_text())["seq"]) > num_lines:
+        if (
+            not reason
+            and (seq := json.loads((folder / SNAPSHOT_FILE).read_text(encoding="utf-8"))["seq"]) > num_lines
+        ):
             reason = f"it needs {seq} lines of {JOURNAL_FILE}, which has {num_lines}"
         if not reason:
             return step, folder, tuple(unusable)

@@ -481,7 +481,7 @@ class AgentSessions:
         if session.is_recorded:
             return
         try:
-            with self._names_file.open("a") as file:
+            with self._names_file.open("a", encoding="utf-8") as file:
                 file.write(f"\n{session.name}")  # first the end of a line that a crash may have cut
                 if self._setup.config.journal.fsync:
                     file.flush()
@@ -520,7 +520,7 @@ class AgentSessions:
 
 def _read_names(file: Path) -> frozenset[str]:
     """The names of all sessions that an earlier process of the run has opened."""
-    return frozenset(file.read_text().split() if file.exists() else ())
+    return frozenset(file.read_text(encoding="utf-8").split() if file.exists() else ())
 
 
 def _check_length(messages: Sequence[ChatMessage], num_tokens: int, tools: str = "") -> None:

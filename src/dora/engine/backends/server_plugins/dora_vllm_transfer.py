@@ -198,7 +198,7 @@ def make_sender(backend: str, url: str, num_workers: int, source: VersionFileSou
 def main(backend: str, url: str, num_workers: int) -> None:
     """Send a version for each line of the input, until it ends."""
     source, sender = VersionFileSource("cpu" if backend == "dora_file" else "cuda"), None
-    replies = os.fdopen(os.dup(1), "w")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # vLLM logs to the standard output
     for line in sys.stdin:
         source.path = json.loads(line)["path"]
