@@ -305,6 +305,11 @@ def test_two_ranks_train_the_adapters_of_one(group: RankGroup) -> None:
         trainer.step(samples())
     assert torch.equal(two.flat, expected_flat)
     assert relative_gap(one.flat, expected_flat) < 1e-6
+    merged_by_one = one.flat.clone()  # with other rounding
+    two.replace_weights(merged_by_one)
+    with pytest.raises(RunError, match="grad_norm"):
+        two.step(with_nan(samples()))
+    assert torch.equal(two.flat, merged_by_one)
 
 
 def test_a_batch_without_samples_changes_no_rank(group: RankGroup) -> None:

@@ -93,6 +93,16 @@ def test_a_resumed_trainer_gives_the_same_bits() -> None:
     assert torch.equal(resumed.flat, through.flat)
 
 
+def test_a_step_that_fails_restores_weights_that_were_merged_with_other_rounding() -> None:
+    trainer = Trainer(TINY, initial(), replace(WITH_LORA, mini_batch_tokens=50))
+    trainer.step(samples())
+    merged_elsewhere = trainer.flat * (1.0 + 1e-6)
+    trainer.replace_weights(merged_elsewhere)
+    with pytest.raises(RunError, match="grad_norm = nan"):
+        trainer.step(with_nan(samples()))
+    assert torch.equal(trainer.flat, merged_elsewhere)
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     trainer = Trainer(TINY, initial(), WITH_LORA)
     with pytest.raises(RunError, match="grad_norm = nan"):

@@ -497,13 +497,17 @@ class ShardedLora(ShardedGradients):
         return norm
 
     def snapshot(self) -> Callable[[], None]:
-        """Copy the adapters and their moments to host memory; returns the function that restores them."""
-        state = host_copy(self.adapters.state_dict())
+        """Copy weights, adapters and their moments to host memory; returns the function that restores them.
+
+        Weights are not merged again: those of a resumed run may have been merged with other rounding.
+        """
+        state, saved = host_copy(self.adapters.state_dict()), host_copy([*map(local_part, self.shards)])
 
         def restore() -> None:
             self.zero_grad()
             self.adapters.load_state_dict(state)
-            self._merge()
+            for shard, copy in zip(self.shards, saved, strict=True):
+                local_part(shard).copy_(copy)
 
         return restore
 

@@ -73,9 +73,9 @@ class LocalWeights:
         flat, optimizer = self.flat.detach().to("cpu", copy=True), host_copy(self.state_dict())
 
         def restore() -> None:
-            self.flat.copy_(flat)
             self.zero_grad()
             self.load_state_dict(optimizer)
+            self.replace_weights(flat)  # last: adapters may have been merged with other rounding
 
         return restore
 
