@@ -26,9 +26,12 @@ from dora.trainer.settings import Sample, TrainerSettings
 TEMPERATURE = 0.8
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+BAMBA = {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]}
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, "bamba"])
 def test_log_probs_of_engine_and_trainer_agree(kind: str, tmp_path: Path) -> None:
-    config, flat = load_pretrained(save_tiny(kind, tmp_path))
+    config, flat = load_pretrained(save_tiny(kind, tmp_path, **BAMBA if kind == "bamba" else {}))
     engine = Transformers(
         model=str(tmp_path), max_rows=4, max_context=64, version_slots=1, device="cpu", dtype="float32"
     )
@@ -56,6 +59,8 @@ def request(number: int, prompt: tuple[int, ...], sampling: SamplingParams) -> R
         ({"model_type": "no_such"}, "'no_such' is no causal language model of transformers"),
         ({"model_type": "t5"}, "'t5' is no causal language model of transformers"),
         ({"model_type": "bert"}, "'bert' attends to later tokens"),
+        ({"model_type": "roformer"}, "'roformer' attends to later tokens"),
+        ({"model_type": "openai-gpt"}, "'openai-gpt' takes no cache of transformers"),
         (
             {"vision_config": {"hidden_size": 8}},
             "has a vision_config, and only qwen2_vl, .*more than text",

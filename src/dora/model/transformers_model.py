@@ -144,6 +144,11 @@ def _backbone_name(model: nn.Module) -> str:
     return next(name for name, module in model.named_children() if hasattr(module, "base_model_prefix"))
 
 
+def _backbone_arguments(model: nn.Module) -> set[str]:
+    """What the forward pass of all but the head takes, by name."""
+    return {*inspect.signature(getattr(model, _backbone_name(model)).forward).parameters}
+
+
 def _linear_names(model: Any) -> tuple[str, ...]:
     """The last parts of the names of linear layers; routers, which may be subclasses, compute more."""
     head = model.get_output_embeddings()
@@ -254,10 +259,12 @@ class TransformersModel:
             parent, _, key = layer.rpartition(".")
             setattr(model.get_submodule(parent), key, self._layers[-1])
         self._backbone: Any = getattr(model, place)
+        arguments = _backbone_arguments(model)
         setattr(model, place, _GivenHiddenStates(self._backbone))
         self._head = model
-        has_cache = "cache" in inspect.signature(self._backbone.forward).parameters
+        has_cache = "cache" in arguments
         self._cache_argument = "cache" if has_cache else "past_key_values"  # before transformers 5.24
+        self._takes_positions = "position_ids" in arguments
 
     def hidden_states(
         self,
@@ -280,6 +287,9 @@ class TransformersModel:
             images = self.image_features(input_ids, run_layer)
         with self._bound[""]:
             if self._vision is None:
+                if cache is not None and self._takes_positions:  # Bamba would begin at 0 again
+                    positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+                    given["position_ids"] = positions[None] + cache.kv.get_seq_length()
                 out = self._backbone(input_ids=input_ids, **given)
             else:
                 given |= self._inputs_with_images(input_ids, cache, images or {}, self._vision)
@@ -483,10 +493,17 @@ def _skeleton(source: str) -> tuple[Any, Mapping[str, str]]:
             f"config.json: model_type = {kind!r} has an invalid value: {reason}; copy or save the model again"
         ) from error
     decoder = model.model.language_model if kind in VISION_FAMILIES else model
-    if not all(getattr(module, "is_causal", True) for module in decoder.modules()):
+    has_encoder = hasattr(getattr(model, _backbone_name(model)), "encoder")
+    is_encoder = has_encoder and not _value(config, "is_decoder", False)
+    if is_encoder or not all(getattr(module, "is_causal", True) for module in decoder.modules()):
         raise ModelError(
             f"config.json: model_type = {kind!r} attends to later tokens, so it cannot generate; "
             "use a causal language model"
+        )
+    if not {"cache", "past_key_values"} & _backbone_arguments(model):
+        raise ModelError(
+            f"config.json: model_type = {kind!r} takes no cache of transformers, so it cannot continue a "
+            "sequence; use another model"
         )
     model.tie_weights()
     first_names: dict[int, str] = {}

@@ -268,7 +268,7 @@ class DistributedLearner:
         """Send one call for all ranks, or one for each; rank 0 does its part inside the block.
 
         After a failure of rank 0 alone the ranks are no longer synchronised, and every later call raises that
-        failure. An error `raised_by_all` ranks leaves them synchronised.
+        failure. An error of a type in `raised_by_all` leaves the ranks synchronised.
         """
         if self._failure is not None:
             raise RunError(self._failure)
