@@ -77,9 +77,10 @@ def test_errors_name_a_missing_key_a_missing_file_and_invalid_json(folder: Path,
     path.write_text(json.dumps(raw))
     with pytest.raises(ModelError, match="the key 'hidden_size' is missing"):
         load_config(folder)
-    path.write_text("{")
-    with pytest.raises(ModelError, match="not valid JSON"):
-        load_config(folder)
+    for content in (b"{", b'{"a": "\xff"}', b'{"a": {"__float__": "one"}}', b'{"a": {"__float__": null}}'):
+        path.write_bytes(content)
+        with pytest.raises(ModelError, match="not valid JSON"):
+            load_config(folder)
     with pytest.raises(ModelError, match=r"has no config\.json"):
         load_config(tmp_path / "elsewhere")
 

@@ -132,25 +132,29 @@ def test_pruning_keeps_the_newest_checkpoints_and_removes_leftovers(tmp_path: Pa
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-10", "step-11"]
 
 
-KILLED_WHILE_PRUNING = """
+KILLED_WHILE_REMOVING = """
 import os, sys
 from pathlib import Path
-from dora.trainer.checkpoint_folders import KeptCheckpoints, prune_checkpoints
+from dora.trainer.checkpoint_folders import KeptCheckpoints, prune_checkpoints, remove_after
 
 sys.addaudithook(lambda event, arguments: os._exit(9) if event == "os.rmdir" else None)
-prune_checkpoints(Path(sys.argv[1]), KeptCheckpoints(1))
+folder = Path(sys.argv[1])
+{call}
 """
 
 
-def test_a_checkpoint_that_is_partly_removed_does_not_come_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("call", "kept"), [("prune_checkpoints(folder, KeptCheckpoints(1))", 4), ("remove_after(folder, 2)", 2)]
+)
+def test_a_checkpoint_that_is_partly_removed_does_not_come_back(call: str, kept: int, tmp_path: Path) -> None:
     save_steps(tmp_path, 2, 4)
-    killed = subprocess.run([sys.executable, "-c", KILLED_WHILE_PRUNING, str(tmp_path)], check=False)
-    assert killed.returncode == 9
+    command = [sys.executable, "-c", KILLED_WHILE_REMOVING.format(call=call), str(tmp_path)]
+    assert subprocess.run(command, check=False).returncode == 9
     assert len(list(tmp_path.glob("step-*"))) == 2
     recover_replaced(tmp_path)
-    assert [*checkpoint_folders(tmp_path)] == [4]
+    assert [*checkpoint_folders(tmp_path)] == [kept]
     prune_checkpoints(tmp_path, KeptCheckpoints(1))
-    assert [path.name for path in tmp_path.glob("step-*")] == ["step-4"]
+    assert [path.name for path in tmp_path.glob("step-*")] == [f"step-{kept}"]
 
 
 def test_pruning_keeps_the_best_checkpoint_that_exists_and_that_of_an_evaluation(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def _unstacked(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"), object_hook=_special_float)
-    except json.JSONDecodeError as error:
+    except (ValueError, TypeError) as error:  # also of bytes that are no text, and of a __float__
         raise ModelError(f"{path} is not valid JSON: {error}; copy or save the model again") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path} must contain a JSON object, not a {type(raw).__name__}")

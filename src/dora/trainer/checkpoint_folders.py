@@ -88,8 +88,7 @@ def prune_checkpoints(folder: Path, kept: KeptCheckpoints) -> None:
     evaluated = find_best(folder, kept.best_first), kept.evaluating
     for step in sorted(steps)[: max(0, len(steps) - kept.num_newest)]:
         if step not in evaluated:
-            removed = steps[step].with_name(steps[step].name + ".removed")
-            os.rename(steps[step], removed)  # so that a crash leaves no partly removed checkpoint
+            _remove(steps[step])
     for kind in ("old", "draft", "removed"):
         for leftover in folder.glob(f"step-*.{kind}"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -99,7 +98,14 @@ def remove_after(folder: Path, step: int) -> None:
     """Remove checkpoints of steps after `step`, also incomplete ones."""
     for found, path in checkpoint_folders(folder).items():
         if found > step:
-            shutil.rmtree(path)
+            _remove(path)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Rename a checkpoint first, so that a crash leaves no partly removed one."""
+    removed = checkpoint.with_name(checkpoint.name + ".removed")
+    os.rename(checkpoint, removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def _file_digests(folder: Path) -> dict[str, str]:
