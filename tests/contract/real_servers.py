@@ -159,6 +159,27 @@ def test_a_server_with_two_versions_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)
+def test_an_evaluation_is_sampled_with_filters(tmp_path: Path) -> None:
+    """And training, where the server reports log-probs before filters; the mean reward shows the filters."""
+    filters = {"top_k": 8, "top_p": 0.8, "min_p": 0.05}
+    changes = {f"eval.{key}": value for key, value in filters.items()} | {"eval.num_samples": 4}
+    small = {"engine.num_engines": 1, "eval.num_prompts": 32, **changes}
+    evaluated = dora(
+        "eval", EXAMPLE, *settings(server_settings() | small), "--out", tmp_path / "a", timeout_s=400
+    )
+    assert evaluated.code == 0, evaluated.err
+    (found,) = summary(tmp_path / "a")["evaluations"]
+    assert found["reward_mean"] > 0.7  # 0.3 without filters
+    if Engine is Vllm:
+        return
+    trained = {f"sampling.{key}": value for key, value in filters.items()}
+    out = train(tmp_path, {"run.steps": 3, "engine.num_engines": 1, "eval.num_prompts": 0, **trained})
+    audited = dora("audit", out, "--deep", "16", timeout_s=300)
+    assert audited.code == 0, audited.out
+    assert summary(out)["logprob_mismatch_max"] < 1e-4
+
+
+@pytest.mark.timeout(900)
 def test_servers_of_a_ray_cluster_train(tmp_path: Path) -> None:
     """A cluster of this machine."""
     sizes = {"engine.num_engines": 2, "engine.version_slots": 2, "run.steps": 8, "eval.num_prompts": 16}
