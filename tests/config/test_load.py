@@ -473,16 +473,34 @@ def test_an_evaluation_uses_nothing_of_a_trainer_in_other_sections(file: Path) -
     served = read_config(file, ["service.trainer=external", "service.idle_timeout_s=9", *held_out])
     assert (served.service.trainer, served.external_source) == ("internal", None)
     assert read_config(file, ["sampling.top_k=1", *held_out]).sampling.top_k == 1
+    unused = error_of(file, *held_out, "eval.num_samples=0", "eval.temperature=0.5")
+    assert "eval.temperature has no effect" in unused
     checkpoint = "trainer.continue_from=model"
+    assert read_config(file, [checkpoint, f"model.path={file.parent / 'model'}", *held_out]).run.steps == 0
     assert "name the model to evaluate, such as this checkpoint, in model.path" in error_of(
         file, checkpoint, *held_out
     )
+
+
+def test_the_minimum_of_the_learning_rate_is_kept_if_the_last_override_lets_it_fall(
+    file: Path,
+) -> None:
+    given = ["trainer.min_lr_ratio=0.25"]
+    file.write_text(file.read_text().replace("lr = 1e-3", "lr = 1e-3\nmin_lr_ratio = 0.25"))
+    constant, linear = "trainer.lr_decay=constant", "trainer.lr_decay=linear"
+    assert read_config(file, [constant]).trainer.min_lr_ratio == 0.0
+    assert read_config(file, [constant, linear]).trainer.min_lr_ratio == 0.25
+    assert "trainer.min_lr_ratio has no effect" in error_of(file, constant, *given)
 
 
 def test_the_revision_of_a_file_is_not_that_of_a_path_in_an_override(file: Path) -> None:
     file.write_text(file.read_text().replace('path = "model"', f'path = "model"\nrevision = "{"0" * 40}"'))
     assert "model.path" in error_of(file)
     assert read_config(file, [f"model.path={file.parent / 'model'}"]).model.revision is None
+    source = f'[[eval_source]]\nname = "a"\npath = "prompts.jsonl"\nrevision = "{"0" * 40}"\n'
+    file.write_text(file.read_text().replace("revision", "# revision") + source)
+    assert "eval_source.a.path" in error_of(file)
+    read_config(file, [f"eval_source.a.path={file.parent / 'prompts.jsonl'}"])
 
 
 def test_a_run_without_steps_needs_held_out_prompts(file: Path) -> None:

@@ -87,7 +87,7 @@ def _read(tables: dict[str, Any], changes: Sequence[Override], name: Path | str,
         _apply_override(tables, change)
     run = tables.get("run")
     if isinstance(run, dict) and run.get("steps") == 0:
-        _drop_training(tables)
+        _drop_training(tables, has_chosen_model=any(c[:2] == ("model", "path") for c in changes))
     try:
         config = parse_config(tables)
     except ValidationError as error:
@@ -191,22 +191,27 @@ def _drop_replaced_keys(tables: dict[str, Any], changes: Sequence[Override]) -> 
     """Remove keys of the file that belong to values which overrides replace: the revision of a path, the
     minimum of a decaying learning rate, the [ray] of a cluster.
     """
-    if Override("runtime", "kind", "local") in changes:
+    values = {(change.section, change.key): change.value for change in changes}
+    if values.get(("runtime", "kind")) == "local":
         tables.pop("ray", None)
-    replaced = {(change.section, "revision") for change in changes if change.key == "path"}
-    if Override("trainer", "lr_decay", "constant") in changes:
-        replaced.add(("trainer", "min_lr_ratio"))
-    for section, key in replaced:
-        if isinstance(table := tables.get(section), dict):
-            table.pop(key, None)
+    if values.get(("trainer", "lr_decay")) == "constant" and isinstance(table := tables.get("trainer"), dict):
+        table.pop("min_lr_ratio", None)
+    for section, key in values:
+        table = tables.get(section)
+        if section in LIST_SECTIONS:
+            name, _, key = key.partition(".")
+            table = _table_named(tables, section, name)
+        if key == "path" and isinstance(table, dict):
+            table.pop("revision", None)
 
 
-def _drop_training(tables: dict[str, Any]) -> None:
+def _drop_training(tables: dict[str, Any], *, has_chosen_model: bool) -> None:
     """Remove what only a trainer uses, so that it needs no GPU and is checked against nothing.
 
-    Raises ConfigError if the trainer would start with a checkpoint.
+    Raises ConfigError if the trainer would start with a checkpoint, unless an override chooses the model.
     """
-    if isinstance(given := tables.get("trainer"), dict) and "continue_from" in given:
+    given = tables.get("trainer")
+    if isinstance(given, dict) and "continue_from" in given and not has_chosen_model:
         raise ConfigError(
             f"run.steps = 0 with trainer.continue_from = {given['continue_from']!r}: name the model to "
             "evaluate, such as this checkpoint, in model.path, and remove continue_from"
@@ -214,14 +219,12 @@ def _drop_training(tables: dict[str, Any]) -> None:
     for section in TRAINING_SECTIONS:
         tables.pop(section, None)
     tables["trainer"] = {"batch_size": 1, "lr": 1.0}  # required, and of no effect
-    for section, key, dropped in (
-        ("orchestrator", "placement", "colocated"),
-        ("orchestrator", "slack", None),  # any
-        ("service", "trainer", "external"),
-    ):
-        table = tables.get(section)
-        if isinstance(table, dict) and table.get(key) == (dropped or table.get(key)):
-            table.pop(key, None)
+    if isinstance(rules := tables.get("orchestrator"), dict):
+        rules.pop("slack", None)
+        if rules.get("placement") == "colocated":
+            del rules["placement"]
+    if isinstance(service := tables.get("service"), dict) and service.get("trainer") == "external":
+        del service["trainer"]
 
 
 def _apply_override(tables: dict[str, Any], change: Override) -> None:

@@ -927,6 +927,11 @@ class Config(Section):
         return self.eval.path is not None or bool(self.eval_source)
 
     @property
+    def resume_command(self) -> str:
+        """The command that continues the run, without the run's folder."""
+        return f"dora {'train' if self.external_source is None else 'serve'} --resume"
+
+    @property
     def logs_evaluations(self) -> bool:
         """Whether metrics.jsonl has the evaluations: there is a curve of them, or nothing else."""
         return self.eval.every > 0 or self.run.steps == 0

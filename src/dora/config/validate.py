@@ -37,10 +37,11 @@ def check(config: Config) -> None:
     _check_external_rewards(config)
     if config.run.steps:
         _check_training(config)
+    _check_effect(config)
 
 
 def _check_training(config: Config) -> None:
-    """The rules of groups and of the trainer; also that every key has an effect, as the trainer's then do."""
+    """The rules of groups and of the trainer."""
     _check_filters(config)
     _check_curriculum(config)
     _check_groups(config)
@@ -55,7 +56,6 @@ def _check_training(config: Config) -> None:
     _check_mini_batches(config)
     _check_streaming(config)
     _check_micro_batches(config)
-    _check_effect(config)
 
 
 def check_context(config: Config, max_position_embeddings: int) -> None:
@@ -585,10 +585,16 @@ def _check_micro_batches(config: Config) -> None:
 
 
 def _check_effect(config: Config) -> None:
-    """Every key that was set has an effect."""
-    for section, reasons in keys_without_effect(config).items():
+    """Every key that was set has an effect; without steps, of those that evaluations use."""
+    unused = keys_without_effect(config)
+    for section, reasons in unused.items() if config.run.steps else _of_evaluations(unused):
         for key in sorted(getattr(config, section).model_fields_set & reasons.keys()):
             raise ConfigError(f"{section}.{key} has no effect {reasons[key]}; remove it")
+
+
+def _of_evaluations(unused: dict[str, dict[str, str]]) -> Iterator[tuple[str, dict[str, str]]]:
+    sections = ("data", "env", "eval", "metrics", "reward", "sampling")
+    return ((section, unused[section]) for section in sections if section in unused)
 
 
 def keys_without_effect(config: Config) -> dict[str, dict[str, str]]:

@@ -149,7 +149,8 @@ class EvaluationResult:
         return ", ".join(parts)
 
     def _sum(self, siblings: range) -> float:
-        return sum(rewards[k] for rewards in self.rewards.values() for k in siblings)
+        """Exact, so that the order in which prompts finish does not change it."""
+        return math.fsum(rewards[k] for rewards in self.rewards.values() for k in siblings)
 
 
 def best_first(rewards: Mapping[int, float]) -> tuple[int, ...]:

@@ -130,7 +130,7 @@ def _evaluate(run: Path, content: Mapping[str, Any], age_s: float) -> RunStatus:
     if content["num_steps"]:
         progress = f"{content['phase']}, {content['steps']} of {plural(content['num_steps'], 'step')} trained"
         result = f"{plural(content['steps'], 'step')} trained"
-    remedy = f"dora train --resume {run} resumes it"
+    remedy = f"{content.get('resume_command', 'dora train --resume')} {run} resumes it"
     match content["state"]:
         case "finished":
             return RunStatus("finished", f"finished, {result}", content)

@@ -300,8 +300,8 @@ class ProcessExecutor:
         if not self.weights.folder.exists():
             raise RunError(
                 f"the weight store {self.weights.folder} was removed during the run; leave folders named "
-                f"{STORE_PREFIX}* alone while a run uses them. Resume the run: dora train --resume "
-                f"{self.setup.out}"
+                f"{STORE_PREFIX}* alone while a run uses them. Resume the run: "
+                f"{self.setup.config.resume_command} {self.setup.out}"
             )
 
     def wake_up(self) -> None:

@@ -186,7 +186,7 @@ def _run_error(error: Exception, setup: RunSetup, stored: Mapping[Path, int]) ->
     """The error that ends a run after a failed system call. `stored`: folders beside the run's, with the
     maximum that the run writes to them, in bytes.
     """
-    remedy = f"resume the run: dora train --resume {setup.out}"
+    remedy = f"resume the run: {setup.config.resume_command} {setup.out}"
     if not is_full(error):
         return RunError(f"the run cannot continue: {error}; remove the cause, and {remedy}")
     needed = {setup.out: setup.checkpoint_bytes, **stored, Path(tempfile.gettempdir()): setup.stored_bytes}
@@ -270,8 +270,8 @@ class _Session:
             self._metrics = previous.metrics if previous else RunMetrics(setup.limits, book, migrations)
             self._live = LiveRun(setup, self._executor, state, self._metrics)
             self._requests = RequestQueue(self._live, self._executor.wake_up)
-            notice, num_steps = self._console.notice, config.run.steps
-            self._status = StatusWriter(setup.out, self._executor, state, notice, num_steps)
+            more = self._console.notice, config.run.steps, config.resume_command
+            self._status = StatusWriter(setup.out, self._executor, state, *more)
             on_error.pop_all()
 
     def run(self) -> dict[str, Any]:

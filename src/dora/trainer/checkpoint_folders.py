@@ -20,7 +20,7 @@ _NAME = re.compile(r"step-(\d+)")
 
 
 class KeptCheckpoints(NamedTuple):
-    """Checkpoints that are not removed: the newest, and those of two evaluated versions.
+    """Checkpoints that are not removed: the newest, and those of at most two evaluated versions.
 
     `best_first` are the versions with a result; the first one that has a checkpoint keeps it. So does the
     version that is `evaluating`, until its result is known.

@@ -74,9 +74,10 @@ class StatusWriter:
         state: Callable[[], State],
         notice: Callable[[str], None],
         num_steps: int = 0,
+        resume_command: str = "dora train --resume",
     ) -> None:
         """`num_steps` is the length of a run that gets more steps, before the orchestrator knows it."""
-        self.phase, self._num_steps = "starting", num_steps
+        self.phase, self._num_steps, self._resume_command = "starting", num_steps, resume_command
         self._path, self._executor, self._state, self._notice = out / STATUS_FILE, executor, state, notice
         process = psutil.Process()
         self._driver = {
@@ -211,6 +212,7 @@ class StatusWriter:
             "restarts": [{"worker": worker, "in_s": round(in_s, 3)} for worker, in_s in restarts.items()],
             "waits": [wait._asdict() for wait in waits],
             "root_causes": find_root_causes(waits),
+            "resume_command": self._resume_command,
             "missing_agents": self._executor.missing_agents() if is_running else "",
         }
         with contextlib.suppress(OSError):

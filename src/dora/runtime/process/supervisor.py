@@ -184,7 +184,7 @@ class Supervisor:
         `check_run` is called before a loss is handled. It raises RunError if no replacement could work.
         """
         self.clock = DriverClock()
-        self._runtime, self._out = config.runtime, out
+        self._runtime, self._resume_command, self._out = config.runtime, config.resume_command, out
         self.messages, self._on_own_message, self._check_run = messages, on_own_message, check_run
         self._slots: list[Slot] = []
         self._slot_of: dict[Worker, Slot] = {}
@@ -368,5 +368,5 @@ class Supervisor:
             limit = f"; it has no restarts left (it was restarted {times})"
         return error(
             f"{reason}{limit}. The run cannot continue without its {slot.role.title}. Resume the run: "
-            f"dora train --resume {self._out}\n{worker.traceback}".rstrip()
+            f"{self._resume_command} {self._out}\n{worker.traceback}".rstrip()
         )

@@ -101,6 +101,8 @@ def resumed_config(run: Path, overrides: Sequence[str], given: Config | None = N
     else:  # without the keys that config.toml leaves out, because they have no effect
         config = parse_config(tomllib.loads(to_toml(given)))
     is_longer = config.run.steps > before.run.steps
+    if before.run.steps and not config.run.steps:
+        raise InputError(f"--resume {run}: this run trains; name another folder for the evaluation")
     if is_longer and not before.run.steps:
         raise InputError(
             f"--resume {run}: this run only evaluates, without settings of a trainer; to train, start a run "

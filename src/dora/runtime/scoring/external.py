@@ -32,7 +32,7 @@ class LeasedGroup:
     prompt: Any
     columns: dict[str, Any]
     token_ids: list[list[int]]
-    finish_reasons: list[str | None]  # "stop" or "length"; null if it is not known
+    finish_reasons: list[str | None]  # as the run stores them; null if it is not known
 
 
 class _WaitingGroup(NamedTuple):

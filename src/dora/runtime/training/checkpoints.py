@@ -175,5 +175,6 @@ class CheckpointManager:
     def newest(self) -> Path | None:
         """The folder of the last checkpoint, None without one. Raises RunError if it could not be written."""
         if self._failure:
-            raise RunError(f"{self._failure}; resume the run: dora train --resume {self._setup.out}")
+            resume = f"{self._setup.config.resume_command} {self._setup.out}"
+            raise RunError(f"{self._failure}; resume the run: {resume}")
         return self._newest

@@ -234,7 +234,7 @@ class TrainerRanks:
             raise RunError(
                 f"the checkpoint of version {version} has weights with digest {digest}, but {published} was "
                 "published. Remove the checkpoint and resume from the previous one: "
-                f"dora train --resume {self._setup.out}"
+                f"{self._setup.config.resume_command} {self._setup.out}"
             )
         self._digests[version] = digest
 
