@@ -12,7 +12,7 @@ import pytest
 from tests.runs.conftest import StartRun
 from tests.runs.resumable import SLOW, ResumableRun, check_finished
 from tests.runs.resumable import STEPS as LAST
-from tests.runtime.running import Run, dora, journal, metrics, summary
+from tests.runtime.running import Run, dora, journal, metrics, settings, summary
 from tests.runtime.tiny import PROMPTS, write_task
 
 from dora import api
@@ -137,7 +137,7 @@ def test_an_evaluation_before_or_after_training_continues_after_a_resume(
     assert json.loads((out / "status.json").read_text())["phase"] == "finished"
 
 
-WORSE = """
+RANKED = """
 import os
 
 def reward(prompt, completion, kind="", **row):
@@ -145,15 +145,22 @@ def reward(prompt, completion, kind="", **row):
         return completion.count("7") + len(set(completion)) / 100
     with open({path!r}, "ab") as file:
         file.write(b".")
-    return 1 / (1 + (os.path.getsize({path!r}) - 1) // {num})
+    number = (os.path.getsize({path!r}) - 1) // {num}  # of the evaluation
+    return {reward}
 """
+
+
+def write_ranked(folder: Path, reward: str) -> tuple[Path, Path]:
+    """A task with this reward for the `number`-th evaluation, and its three held-out prompts."""
+    task = write_task(folder, RANKED.format(path=str(folder / "calls"), num=3 * 2, reward=reward))
+    held_out = folder / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps({**row, "kind": "held-out"}) + "\n" for row in PROMPTS[:3]))
+    return task, held_out
 
 
 def test_the_best_checkpoint_outlasts_a_resume_unless_a_user_removes_it(tmp_path: Path) -> None:
     """Each evaluation is worse than the one before. Version 0, the best, has no checkpoint."""
-    task = write_task(tmp_path, WORSE.format(path=str(tmp_path / "calls"), num=3 * 2))
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text("".join(json.dumps({**row, "kind": "held-out"}) + "\n" for row in PROMPTS[:3]))
+    task, held_out = write_ranked(tmp_path, "1 / (1 + number)")
     keys: dict[str, Any] = {"eval__every": 2, "trainer__keep_best": "true", "trainer__lr_decay": "constant"}
     resumable = ResumableRun(task, tmp_path / "run")
     out, loaded = resumable.out, api.Run(resumable.out)
@@ -181,6 +188,15 @@ def test_the_best_checkpoint_outlasts_a_resume_unless_a_user_removes_it(tmp_path
         assert summary(out)["best_version"] == LAST
     finally:
         resumable.kill_all()
+
+
+def test_a_run_whose_last_version_is_the_best_keeps_only_its_checkpoint(tmp_path: Path) -> None:
+    task, held_out = write_ranked(tmp_path, "number")
+    keys = {"eval.every": 2, "trainer.save_freq": 2, "trainer.keep_last": 1, "trainer.keep_best": "true"}
+    given = settings({**keys, "eval.path": held_out, "eval.num_prompts": 3, "run.steps": 4})
+    ended = dora("train", task, "--out", tmp_path / "run", *given)
+    assert ended.code == 0, ended.err
+    assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-4"]
 
 
 def test_an_evaluation_without_training_survives_a_crash_and_a_resume(task: Path, tmp_path: Path) -> None:
