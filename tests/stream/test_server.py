@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.runtime.running import wait_until
 from tests.stream.processes import TASK, StreamProcess
 from tests.stream.sample_rows import ALL, columns, get, group, numbers, put, rewards, samples, serving
 
@@ -264,10 +265,10 @@ def test_a_closed_client_has_no_lease_and_no_pending_get(
     connection = client._transport._connection
     kept = os.dup(connection.fileno()) if isinstance(connection, UnixConnection) else None
     client.close()
+    wait_until(lambda: server._endpoint.find(client.client_id) == [])
     put(producer, 4)
     assert numbers(get(producer)) == [3, 4]
     assert server._gets == []
-    assert server._endpoint.find(client.client_id) == []
     if kept is not None:
         os.close(kept)
 
