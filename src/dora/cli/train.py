@@ -223,6 +223,7 @@ def _finish(out: Path, execute: Callable[[Console], dict[str, Any]], command: st
     from rich.console import Console
 
     from dora.audit import audit
+    from dora.config.load import read_run_config
     from dora.metrics.console import closing_line, print_notice, summary_table
 
     console = Console()
@@ -237,7 +238,7 @@ def _finish(out: Path, execute: Callable[[Console], dict[str, Any]], command: st
     result, is_stopped = audit.check(out), ended["stopped"]
     if not (result.findings and "was_finished" in ended):  # a new seal would hide a change after the end
         audit.write_verdicts(out, result)
-    console.print(summary_table(out))
+    console.print(summary_table(out, only_evaluates=not read_run_config(out).run.steps))
     for finding in result.findings[: audit.MAX_PRINTED]:
         print_notice(console, f"the audit found: {finding}")
     if len(result.findings) > audit.MAX_PRINTED:

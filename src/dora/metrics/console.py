@@ -146,11 +146,11 @@ def _rewards(metrics: RunMetrics) -> dict[str, float]:
 # --- the end of a run
 
 
-def summary_table(run: Path) -> Table:
-    """The most important figures of `summary.json`; if the run had no steps, all of its evaluation."""
+def summary_table(run: Path, *, only_evaluates: bool = False) -> Table:
+    """The most important figures of `summary.json`; with `only_evaluates` all of its evaluation."""
     s: dict[str, Any] = json.loads((run / SUMMARY_FILE).read_text(encoding="utf-8"))
     table = Table(show_header=False)
-    for name, value in _figures_of_training(s) if s["steps"] else _figures_of_evaluation(s):
+    for name, value in _figures_of_evaluation(s) if only_evaluates else _figures_of_training(s):
         table.add_row(name, value)
     return table
 
