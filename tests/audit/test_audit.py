@@ -318,6 +318,7 @@ def test_an_edited_sample_breaks_its_guarantee(
         ("reward = 'high'", "reward is text, must be real or null"),
         ("sibling = 'first'", "sibling is text, must be integer"),
         ("loss_mask = 'ab'", "loss_mask is text, must be blob or null"),
+        ("turn_rewards = x'00'", "turn_rewards is blob, must be text or null"),
         ("token_ids = 5", "token_ids is integer, must be blob"),
         ("group_id = 'x' || group_id", "its group is not EPOCH/ROW"),
         ("segments = '[['", "segments '[[' cannot be read"),
@@ -341,6 +342,20 @@ def test_rewards_by_task_that_cannot_be_read_are_found(finished_run: Path, tmp_p
     change = f"update samples set task_rewards = '{text}' {ONE}"
     result = audit.check(edited_samples(finished_run, tmp_path / "run", change))
     assert any("has rewards by task that cannot be read" in finding for finding in result.findings)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "rewards by turn that cannot be read"),
+        ("5", "rewards by turn that cannot be read"),
+        ("[0.25, 9.0]", "which do not give its reward"),
+    ],
+)
+def test_wrong_rewards_by_turn_are_found(finished_run: Path, tmp_path: Path, text: str, words: str) -> None:
+    change = f"update samples set turn_rewards = '{text}' {ONE}"
+    result = audit.check(edited_samples(finished_run, tmp_path / "run", change))
+    assert any(words in finding for finding in result.findings)
 
 
 def test_the_guarantees_have_separate_verdicts(finished_run: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ MASK = np.array([1, 1, 0, 1], np.uint8)
 def findings(branches: str, mask: np.ndarray = MASK) -> list[str]:
     audit = SampleAudit(None, None)
     logprobs = np.zeros(4, np.float32)
-    row = AuditedSample("0/0", 0, PROMPT, TOKENS, logprobs, mask, branches, None, None, None, None, "")
+    row = AuditedSample("0/0", 0, PROMPT, TOKENS, logprobs, mask, branches, None, None, None, None, None, "")
     audit._check_branches("sample", row)
     return audit.findings
 

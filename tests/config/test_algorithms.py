@@ -60,6 +60,7 @@ def test_an_unclipped_loss_on_stale_samples_is_refused_with_reason_and_remedy(fi
         (["algorithm.policy_loss_options={decay = 0.9}"], "without a policy_loss of your own"),
         (["algorithm.clip_ratio_c=1.0"], "algorithm.clip_ratio_c = 1.0: input should be greater than 1"),
         (["algorithm.adv_estimator=ppo"], "algorithm.adv_estimator = 'ppo': input should be 'grpo'"),
+        (["algorithm.adv_estimator=gigpo"], "gigpo without turns: a response of one turn has no steps"),
         ([GAE, "algorithm.filter_groups=true"], "gae compares rewards with values of the critic"),
         ([GAE, "critic.path=nowhere"], "critic.path = 'nowhere': "),
         (
@@ -150,6 +151,8 @@ def test_the_best_checkpoint_needs_an_evaluated_version_that_has_one(
         (["correction.mis_high=1.2"], "without correction.sequence = mis"),
         (["orchestrator.max_staleness=0", "correction.staleness_decay=0.9"], "with max_staleness = 0"),
         (["algorithm.lam=0.9"], "without adv_estimator = gae"),
+        (["algorithm.gamma=0.9"], "without adv_estimator = gae or gigpo"),
+        ([GAE, "algorithm.step_advantage_w=0.5"], "without adv_estimator = gigpo"),
         (["critic.lr=1e-4"], "without algorithm.adv_estimator = gae"),
         (["trainer.lr_decay=constant", "trainer.min_lr_ratio=0.1"], "with trainer.lr_decay = constant"),
         (["trainer.lora_alpha=8.0"], "without trainer.lora_rank"),

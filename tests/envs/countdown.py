@@ -95,7 +95,8 @@ def observed(turn: int, observation: str, episode: str = "e") -> EpisodeObservat
 
 
 def ended(turn: int, reward: float, episode: str = "e") -> EpisodeEnded:
-    return EpisodeEnded(episode_id(episode), turn, reward)
+    """Each step of a Countdown has a reward of 1."""
+    return EpisodeEnded(episode_id(episode), turn, reward, (1.0,) * round(reward))
 
 
 class RecordedRunner:

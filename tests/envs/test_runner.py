@@ -45,7 +45,7 @@ async def test_rewards_are_summed_without_rounding_errors() -> None:
     runner = RecordedRunner(Sixths, replace(LIMITS, max_turns=6))
     await runner.start("e", number=6)
     replies = [await runner.turn("e") for _ in range(6)]
-    assert replies[-1] == ended(5, 1.0)
+    assert replies[-1] == replace(ended(5, 1.0), turn_rewards=(1 / 6,) * 6)
 
 
 async def test_an_episode_continues_from_its_state_in_another_process() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 from tests.runs.conftest import StartRun
-from tests.runtime.running import Run, journal, query, summary
+from tests.runtime.running import Run, journal, metrics, query, summary
 from tests.runtime.tiny import write_task
 
 ECHO = """
@@ -60,6 +60,25 @@ def token_ids(out: Path) -> dict[tuple[str, int], bytes]:
     """(group, sibling) -> tokens."""
     rows = query(out, "select group_id, sibling, token_ids from samples")
     return {(group, sibling): ids for group, sibling, ids in rows}
+
+
+def test_turns_are_credited_with_their_rewards(start_run: StartRun, tmp_path: Path) -> None:
+    """Also after a kill of the whole run, which loses nothing of what is stored."""
+    gigpo = {"algorithm__adv_estimator": "gigpo", "algorithm__gamma": 0.9, "algorithm__step_advantage_w": 0.5}
+    settings = {**TURNS, "run__steps": 3, "trainer__deterministic": "true", **gigpo}
+    run = start_run(write_echo(tmp_path), engine__min_step_time="20ms", **settings)
+    run.wait_until(lambda: len(metrics(run.out)) == 1, "the first step")
+    run.kill()
+    run = Run(None, run.out)
+    run.succeed()
+    rows = query(run.out, "select reward, advantage, json_array_length(turn_rewards) from samples")
+    assert len(rows) == 12
+    assert {(advantage, num) for _, advantage, num in rows} == {(None, 3)}
+    assert all(step["actor/grad_norm"] > 0 for step in metrics(run.out))
+    run.check_records()
+    undisturbed = Run(tmp_path / "task.toml", tmp_path / "undisturbed", **settings)  # type: ignore[arg-type]
+    undisturbed.succeed()
+    assert token_ids(run.out) == token_ids(undisturbed.out)
 
 
 def test_episodes_of_a_lost_engine_continue_and_repeat_no_step(start_run: StartRun, tmp_path: Path) -> None:

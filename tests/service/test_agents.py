@@ -126,6 +126,28 @@ def test_an_episode_runs_from_its_prompt_to_its_reward(run: FakeRun) -> None:
     assert run.replies() == []
 
 
+def test_a_reward_may_have_its_parts_by_turn(run: FakeRun) -> None:
+    open_session(run)
+    answer = complete_with(run, [USER], "77").json()["choices"][0]["message"]
+    run.replies()
+    complete_with(run, [USER, answer, NEXT], "8", number=1)
+    run.replies()
+    for body, reason in (
+        ({"reward": 1.0, "turn_rewards": [1.0]}, "1 turn_rewards for 2 turns; post one for each"),
+        (
+            {"reward": 0.5, "turn_rewards": [0.5, 0.5]},
+            "turn_rewards do not give the reward 0.5",
+        ),
+        ({"reward": 1.0, "turn_rewards": [1e9, -1e9]}, "turn_rewards"),
+    ):
+        refused = run.call("POST", "/v1/sessions/a/reward", json=body)
+        assert refused.status_code in (400, 422)
+        assert reason in error_message(refused, refused.status_code)
+    posted = run.call("POST", "/v1/sessions/a/reward", json={"reward": 1.0, "turn_rewards": [0.25, 0.75]})
+    assert posted.json() == {"session": "a", "end_reason": "finished with reward 1.0"}
+    assert run.replies() == [EpisodeEnded(EPISODE, 1, 1.0, (0.25, 0.75))]
+
+
 def test_a_repeated_request_has_the_same_response(run: FakeRun) -> None:
     open_session(run)
     assert run.call("PUT", "/v1/sessions/a").json()["session"] == "a"

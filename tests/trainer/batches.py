@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -31,6 +32,14 @@ SETTINGS = TrainerSettings(lr=1e-2, num_steps=4, warmup_steps=0, max_grad_norm=1
 def initial() -> Tensor:
     """The initial flat weights of `TINY`."""
     return initial_weights(TINY, seed=0, std=0.3)
+
+
+def at_the_end(
+    batch: Sequence[Sample], rewards: Sequence[float]
+) -> tuple[list[list[Sample]], list[list[float]]]:
+    """Each sample as a response whose last token has its reward, for `Critic.compute_advantages`."""
+    by_token = [[*([0.0] * s.num_loss_tokens)[:-1], r] for s, r in zip(batch, rewards, strict=True)]
+    return [[s] for s in batch], by_token
 
 
 def samples(num: int = 12) -> list[Sample]:

@@ -11,9 +11,11 @@ from dora.errors import RunError
 from dora.trainer.advantage import (
     MAX_REWARD,
     AdvantageSettings,
+    Turn,
     compute_advantages,
     dr_grpo_advantages,
     gae,
+    gigpo_advantages,
     grpo_advantages,
     invalid_rewards_reason,
     overlong_penalty,
@@ -85,19 +87,58 @@ def test_estimators_that_need_a_group_give_half_a_batch_the_same_values(estimato
 
 def test_gae_sums_discounted_errors_to_the_end_of_a_response() -> None:
     # delta_1 = 1 - 0.5 = 0.5; delta_0 = 0.5 * 0.5 - 1 = -0.75, A_0 = -0.75 + 0.5 * 0.5 * 0.5.
-    advantages, returns = gae(1.0, [1.0, 0.5], gamma=0.5, lam=0.5)
+    advantages, returns = gae([0.0, 1.0], [1.0, 0.5], gamma=0.5, lam=0.5)
     assert advantages == pytest.approx([-0.625, 0.5])
     assert returns == pytest.approx([0.375, 1.0])
 
 
 def test_gae_with_lambda_one_compares_the_reward_with_every_value() -> None:
-    advantages, returns = gae(4.0, [1.0, 2.0, 3.0], gamma=1.0, lam=1.0)
+    advantages, returns = gae([0.0, 0.0, 4.0], [1.0, 2.0, 3.0], gamma=1.0, lam=1.0)
     assert (advantages, returns) == ([3.0, 2.0, 1.0], [4.0, 4.0, 4.0])
 
 
 def test_gae_with_lambda_zero_compares_each_value_with_the_next() -> None:
-    advantages, returns = gae(4.0, [1.0, 2.0, 3.0], gamma=1.0, lam=0.0)
+    advantages, returns = gae([0.0, 0.0, 4.0], [1.0, 2.0, 3.0], gamma=1.0, lam=0.0)
     assert (advantages, returns) == ([1.0, 1.0, 1.0], [2.0, 3.0, 4.0])
+
+
+def test_gae_credits_a_reward_to_the_tokens_before_it() -> None:
+    advantages, _ = gae([2.0, 0.0, 4.0], [0.0, 0.0, 0.0], gamma=1.0, lam=1.0)
+    assert advantages == [6.0, 4.0, 4.0]
+
+
+def test_gigpo_compares_turns_after_the_same_observation() -> None:
+    """The episodes return 2, 0 and 1; the first turns follow the prompt, and two later ones the same "b"."""
+    turns = [
+        [Turn("a", 0.0, 1), Turn("b", 2.0, 1)],
+        [Turn("a", 0.0, 1), Turn("c", 0.0, 1), Turn("b", 0.0, 1)],
+        [Turn("a", 1.0, 1)],
+    ]
+    advantages = gigpo_advantages([2.0, 0.0, 1.0], turns, gamma=0.5, step_advantage_w=2.0)
+    deviation = 3**-0.5  # of the returns 1, 0 and 1 after the observation "a"
+    assert advantages == [
+        pytest.approx([1 + 2 * (1 / 3) / deviation, 1 + 2 * 2**-0.5], abs=1e-5),
+        pytest.approx([-1 - 2 * (2 / 3) / deviation, -1, -1 - 2 * 2**-0.5], abs=1e-5),
+        pytest.approx([2 * (1 / 3) / deviation], abs=1e-5),
+    ]
+
+
+def test_gigpo_without_the_step_advantage_is_grpo() -> None:
+    turns = [[Turn("a", 0.0, 1), Turn("b", reward, 1)] for reward in REWARDS[0]]
+    advantages = gigpo_advantages(REWARDS[0], turns, gamma=1.0, step_advantage_w=0.0)
+    assert advantages == [[a, a] for a in grpo_advantages(REWARDS[0])]
+
+
+def test_each_token_has_the_advantage_of_its_turn_and_the_last_turn_the_penalty() -> None:
+    """The second response is as long as it may be: its reward is 1 - 1."""
+    settings = AdvantageSettings("gigpo", 10, overlong_buffer_tokens=2, gamma=0.5)
+    turns = [[Turn("a", 0.0, 2), Turn("b", 1.0, 1)], [Turn("a", 0.0, 1), Turn("c", 1.0, 3)]]
+    assert settings.group_advantages([1.0, 1.0], [5, 10]) == [None, None]
+    half = 2**-0.5
+    assert settings.turn_advantages([1.0, 1.0], [5, 10], turns) == [
+        pytest.approx([2 * half, 2 * half, half], abs=1e-5),
+        pytest.approx([-2 * half, -half, -half, -half], abs=1e-5),
+    ]
 
 
 def test_a_response_is_penalised_for_the_part_of_the_buffer_it_uses() -> None:
@@ -143,7 +184,7 @@ def test_rewards_out_of_range_are_invalid() -> None:
 
 def test_the_advantage_of_a_token_under_teachers_is_their_logprob_less_the_policys() -> None:
     settings = AdvantageSettings(teacher_coef=0.5, reward_coef=2.0)
-    assert settings.with_teachers(3.0, [-1.0, -2.0], [-3.0, -1.0]) == [-1.0 + 6.0, 0.5 + 6.0]
+    assert settings.with_teachers([3.0, 4.0], [-1.0, -2.0], [-3.0, -1.0]) == [-1.0 + 6.0, 0.5 + 8.0]
 
 
 def test_an_estimator_of_ones_own_gets_the_shaped_rewards_of_one_group() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.trainer.batches import SETTINGS, TINY, initial, samples, with_nan
+from tests.trainer.batches import SETTINGS, TINY, at_the_end, initial, samples, with_nan
 
 from dora.errors import RunError
 from dora.model.decoder import lm_head
@@ -50,7 +50,7 @@ def test_a_critic_has_the_decoder_of_the_policy_and_a_head_of_one_value() -> Non
 
 def test_advantages_of_an_untrained_critic_are_the_whitened_rewards() -> None:
     """Rewards 1, 0, 0, 0 of four tokens: mean 1/4, variance (9/16 + 3/16) / 3 = 1/4."""
-    short, long = make_critic().compute_advantages([SHORT, LONG], [1.0, 0.0])
+    short, long = make_critic().compute_advantages(*at_the_end([SHORT, LONG], [1.0, 0.0]))
     assert short.advantages == pytest.approx([1.5])
     assert long.advantages == pytest.approx([-0.5] * 3)
     assert (long.token_ids, long.logprobs) == (LONG.token_ids, LONG.logprobs)
@@ -58,15 +58,14 @@ def test_advantages_of_an_untrained_critic_are_the_whitened_rewards() -> None:
 
 def test_discount_and_lambda_affect_the_advantages() -> None:
     """With values 0 an advantage is reward * (gamma * lam)**(tokens after it): 1, 4, 16."""
-    advantages = (
-        make_critic(replace(CRITIC, gamma=0.5, lam=0.5)).compute_advantages([LONG], [16.0])[0].advantages
-    )
-    assert advantages == pytest.approx([(x - 7.0) / 63**0.5 for x in (1.0, 4.0, 16.0)])
+    critic = make_critic(replace(CRITIC, gamma=0.5, lam=0.5))
+    (long,) = critic.compute_advantages(*at_the_end([LONG], [16.0]))
+    assert long.advantages == pytest.approx([(x - 7.0) / 63**0.5 for x in (1.0, 4.0, 16.0)])
 
 
 def test_the_first_gradient_of_a_critic_is_the_gradient_of_the_squared_error() -> None:
     critic = make_critic()
-    critic.compute_advantages([SHORT, LONG], [1.0, 0.0])
+    critic.compute_advantages(*at_the_end([SHORT, LONG], [1.0, 0.0]))
     metrics = critic.update(0)
     assert metrics["critic/vf_loss"] == pytest.approx(0.5 / 4)
     assert (metrics["critic/values/mean"], metrics["critic/returns/mean"]) == (0.0, 0.25)
@@ -82,7 +81,7 @@ def test_a_critic_learns_to_predict_the_returns(settings: CriticSettings) -> Non
     critic, batch = make_critic(settings), samples()
     metrics = []
     for step in range(15):
-        critic.compute_advantages(batch, rewards_of(batch))
+        critic.compute_advantages(*at_the_end(batch, rewards_of(batch)))
         metrics.append(critic.update(step))
     assert metrics[-1]["critic/vf_loss"] < 0.2 * metrics[0]["critic/vf_loss"]
     assert metrics[-1]["critic/vf_explained_var"] > 0.5 > metrics[0]["critic/vf_explained_var"]
@@ -93,7 +92,7 @@ def test_micro_batches_of_a_critic_add_up_to_the_whole_batch() -> None:
     gradients = []
     for budget in (10_000, 30):
         critic = make_critic(replace(CRITIC, micro_batch_tokens=budget))
-        updated = critic.compute_advantages(batch, rewards_of(batch))
+        updated = critic.compute_advantages(*at_the_end(batch, rewards_of(batch)))
         critic.update(0)
         gradients.append(moments(critic)["score.weight"])
         assert [len(s.advantages) for s in updated] == [len(s.token_ids) for s in batch]
@@ -104,7 +103,7 @@ def test_a_value_outside_its_clip_range_is_counted() -> None:
     """Two epochs with a learning rate that moves values by more than the range."""
     settings = replace(CRITIC, lr=1.0, ppo_epochs=2, cliprange_value=1e-3)
     critic = make_critic(settings)
-    critic.compute_advantages([SHORT, LONG], [9.0, 9.0])
+    critic.compute_advantages(*at_the_end([SHORT, LONG], [9.0, 9.0]))
     assert critic.update(0)["critic/vf_clipfrac"] == pytest.approx(0.5)
 
 
@@ -112,7 +111,7 @@ def test_a_critic_updates_once_per_mini_batch_and_epoch() -> None:
     batch = samples()
     total = sum(len(s.token_ids) for s in batch)
     critic = make_critic(replace(CRITIC, mini_batch_tokens=total // 3, ppo_epochs=2))
-    critic.compute_advantages(batch, rewards_of(batch))
+    critic.compute_advantages(*at_the_end(batch, rewards_of(batch)))
     critic.update(0)
     assert critic.state_dict()["state"][0]["step"] == 6
 
@@ -120,10 +119,10 @@ def test_a_critic_updates_once_per_mini_batch_and_epoch() -> None:
 def test_an_empty_response_gets_no_advantages() -> None:
     empty = Sample([1], [], [], 0.0)
     critic = make_critic()
-    updated = critic.compute_advantages([empty, SHORT, LONG], [5.0, 1.0, 0.0])
+    updated = critic.compute_advantages(*at_the_end([empty, SHORT, LONG], [5.0, 1.0, 0.0]))
     assert updated[0].advantages == []
     assert updated[1].advantages == pytest.approx([1.5])
-    assert critic.compute_advantages([empty], [5.0])[0].advantages == []
+    assert critic.compute_advantages(*at_the_end([empty], [5.0]))[0].advantages == []
     assert critic.update(0)["critic/vf_loss"] == 0.0
 
 
@@ -132,12 +131,12 @@ def test_values_predicted_group_by_group_are_used_as_they_are() -> None:
     batch, rewards = samples(), rewards_of(samples())
     grouped, whole = make_critic(), make_critic()
     for critic in (grouped, whole):  # so that values are not 0
-        critic.compute_advantages(batch, rewards)
+        critic.compute_advantages(*at_the_end(batch, rewards))
         critic.update(0)
     predicted = [s for i in range(0, 12, 4) for s in grouped.predict_values(batch[i : i + 4])]
-    advantages = [s.advantages for s in with_advantages(predicted, rewards, gamma=1.0, lam=1.0).samples]
-    assert [s.advantages for s in grouped.compute_advantages(predicted, rewards)] == advantages
-    for own, other in zip(advantages, whole.compute_advantages(batch, rewards), strict=True):
+    advantages = [s.advantages for s in with_advantages(*at_the_end(predicted, rewards), 1.0, 1.0).samples]
+    assert [s.advantages for s in grouped.compute_advantages(*at_the_end(predicted, rewards))] == advantages
+    for own, other in zip(advantages, whole.compute_advantages(*at_the_end(batch, rewards)), strict=True):
         assert own == pytest.approx(other.advantages, abs=1e-4)
     assert grouped.update(1)["critic/vf_loss"] == pytest.approx(whole.update(1)["critic/vf_loss"], rel=1e-4)
 
@@ -148,7 +147,7 @@ def test_a_resumed_trainer_continues_policy_and_critic() -> None:
 
     def step(trainer: Trainer) -> None:
         assert trainer.critic is not None
-        trainer.step(trainer.critic.compute_advantages(samples(), rewards_of(samples())))
+        trainer.step(trainer.critic.compute_advantages(*at_the_end(samples(), rewards_of(samples()))))
 
     whole, first, second = make_trainer(), make_trainer(), make_trainer()
     for trainer in (whole, whole, first):
@@ -165,7 +164,7 @@ def test_a_resumed_trainer_continues_policy_and_critic() -> None:
 def test_a_step_that_fails_leaves_the_critic_unchanged() -> None:
     critic = make_critic()
     trainer = Trainer(TINY, initial(), SETTINGS, critic=critic)
-    batch = critic.compute_advantages(samples(), rewards_of(samples()))
+    batch = critic.compute_advantages(*at_the_end(samples(), rewards_of(samples())))
     with pytest.raises(RunError, match="grad_norm"):
         trainer.step(with_nan(batch))
     assert torch.equal(critic.flat, make_critic().flat)
@@ -178,13 +177,13 @@ def test_the_critic_trains_on_a_batch_once() -> None:
     """A retry uses the batch again, the next step does not."""
     critic, batch = make_critic(), samples()
     trainer = Trainer(TINY, initial(), SETTINGS, critic=critic)
-    trainer.step(critic.compute_advantages(batch, rewards_of(batch)))
+    trainer.step(critic.compute_advantages(*at_the_end(batch, rewards_of(batch))))
     policy, values = trainer.flat.clone(), critic.flat.clone()
     with pytest.raises(RunError, match="this step has no batch"):
         trainer.step(batch)
     assert torch.equal(trainer.flat, policy)
     assert torch.equal(critic.flat, values)
-    trainer.step(critic.compute_advantages(batch, rewards_of(batch)))
+    trainer.step(critic.compute_advantages(*at_the_end(batch, rewards_of(batch))))
     assert trainer.num_steps_done == 2
 
 
@@ -219,7 +218,7 @@ def test_a_policy_learns_from_the_advantages_of_its_critic() -> None:
     means = []
     for _ in range(20):
         batch, rewards = rewarded(trainer, source)
-        metrics = trainer.step(critic.compute_advantages(batch, rewards))
+        metrics = trainer.step(critic.compute_advantages(*at_the_end(batch, rewards)))
         means.append(sum(rewards) / len(rewards))
     assert means[0] < 1.0
     assert sum(means[-5:]) / 5 > 4.5

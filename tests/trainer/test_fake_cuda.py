@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.fake_cuda import QWEN3_8B, SMALL, FakeCuda, HiddenSync, fake_cuda
-from tests.trainer.batches import samples, stale
+from tests.trainer.batches import at_the_end, samples, stale
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -71,7 +71,7 @@ def test_an_update_of_the_critic_waits_for_its_metrics_only(cuda: FakeCuda) -> N
     critic = Critic(
         SMALL, flat, CriticSettings(lr=1e-2, num_steps=4, dtype="bfloat16", micro_batch_tokens=64)
     )
-    critic.compute_advantages(BATCH, [1.0] * len(BATCH))
+    critic.compute_advantages(*at_the_end(BATCH, [1.0] * len(BATCH)))
     cuda.syncs.clear()
     critic.update(0)
     assert cuda.syncs == ["item", "tolist"]

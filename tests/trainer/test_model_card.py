@@ -59,6 +59,7 @@ def test_keys_without_effect_may_be_missing(key: str) -> None:
         required = {"online_dpo": "seq-mean-token-sum", "triplet_clip": "seq-mean-token-sum-norm"}.get(value)
         others = [f"algorithm.loss_agg_mode={required}"] if required else []
         others += ["orchestrator.max_staleness=0"] if value == "reinforce" else []
+        others += ["service.agents=true"] if value == "gigpo" else []
         assert "| steps | 1200" in card("gcd.toml", f"{key}={value}", *others)
 
 

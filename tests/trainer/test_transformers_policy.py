@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load, load_file
 from tests.model.families import CONFIGS, random_weights
 from tests.model.transformers_families import FAMILIES, save_tiny
-from tests.trainer.batches import CPU, first_moment
+from tests.trainer.batches import CPU, at_the_end, first_moment
 from tests.trainer.batches import samples as tiny_samples
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -182,7 +182,7 @@ def test_a_critic_reads_values_from_the_hidden_states_and_learns_the_returns(fol
         assert predicted.values == pytest.approx((hidden @ head[0]).tolist(), abs=1e-4)
     losses = []
     for step in range(8):
-        critic.compute_advantages(batch, [float(s.token_ids[0] < 20) for s in batch])
+        critic.compute_advantages(*at_the_end(batch, [float(s.token_ids[0] < 20) for s in batch]))
         losses.append(critic.update(step)["critic/vf_loss"])
     assert losses[-1] < 0.5 * losses[0]
 

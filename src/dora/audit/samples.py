@@ -23,7 +23,7 @@ from dora.core.events import Event, GroupScored, RequestFinished
 from dora.core.types import FIRST_IMAGE_ID
 from dora.errors import ConfigError, RunError
 from dora.journal.reader import open_sample_store
-from dora.stream.sample_db import PAYLOAD, payload_digest, read_branches
+from dora.stream.sample_db import LATER_COLUMNS, PAYLOAD, payload_digest, read_branches
 from dora.text import plural
 
 FINISH_REASONS = ("stop", "length", "turn_length")
@@ -44,6 +44,7 @@ class AuditedSample(NamedTuple):
     reward: float | None
     advantage: float | None
     task_rewards: str | None  # JSON
+    turn_rewards: str | None  # JSON
     finish_reason: str | None  # None: stored by an earlier version of DORA-RL
     payload_digest: str
 
@@ -52,12 +53,12 @@ def read_stored_samples(run: Path) -> Iterator[AuditedSample]:
     """All rows of the sample store, group by group. Raises InputError."""
     with open_sample_store(run) as store:
         names = {row[1] for row in store.execute("pragma table_info(samples)")}
-        finish_reason = "finish_reason" if "finish_reason" in names else "null"
+        later = [name if name in names else "null" for name in LATER_COLUMNS]
         rows = store.execute(
-            f"select group_id, sibling, reward, advantage, task_rewards, {finish_reason}, "
+            f"select group_id, sibling, reward, advantage, task_rewards, {', '.join(later)}, "
             f"{', '.join(PAYLOAD)} from samples order by group_id, sibling"
         )
-        for group, sibling, reward, advantage, task_rewards, reason, *values in rows:
+        for group, sibling, reward, advantage, task_rewards, reason, turn_rewards, *values in rows:
             columns = dict(zip(PAYLOAD, values, strict=True))
             yield AuditedSample(
                 group,
@@ -70,6 +71,7 @@ def read_stored_samples(run: Path) -> Iterator[AuditedSample]:
                 reward,
                 advantage,
                 task_rewards,
+                turn_rewards,
                 reason,
                 payload_digest(values),
             )
@@ -249,6 +251,7 @@ class SampleAudit:
         except (AttributeError, TypeError, ValueError):
             self.findings.append(f"{name} has rewards by task that cannot be read: {row.task_rewards!r}")
             return
+        self._check_turn_rewards(name, row.turn_rewards, reward)
         if not parts or self._config is None:
             return
         weights = self._config.reward_weights
@@ -256,6 +259,17 @@ class SampleAudit:
             {*parts} == {*weights}
             and _is_close(sum(weights[task] * value for task, value in parts.items()), reward),
             f"{name} has the rewards {parts} by task, which do not give its reward {reward}",
+        )
+
+    def _check_turn_rewards(self, name: str, column: str | None, reward: float) -> None:
+        try:
+            turn_rewards = [float(own) for own in json.loads(column or "null") or [reward]]
+        except (TypeError, ValueError):
+            self.findings.append(f"{name} has rewards by turn that cannot be read: {column!r}")
+            return
+        self._check(
+            _is_close(math.fsum(turn_rewards), reward),
+            f"{name} has the rewards {turn_rewards} by turn, which do not give its reward {reward}",
         )
 
 

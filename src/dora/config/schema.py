@@ -287,13 +287,16 @@ class AlgorithmSection(Section):
 
     adv_estimator: Annotated[str, _name_or_function(get_args(AdvEstimator))] = "grpo"
     """Advantage estimator. grpo: reward minus the group mean, divided by the group standard deviation;
-    dr_grpo: reward minus the group mean; rloo: reward minus the mean of the other responses;
+    dr_grpo: reward minus the group mean; rloo: reward minus the mean of the other responses; gigpo: grpo,
+    plus an advantage of each turn of an episode among the group's turns after the same observation;
     reinforce_plus_plus: rewards normalized over the batch; reinforce_plus_plus_baseline: dr_grpo, normalized
     over the batch; gae: GAE with a critic. Or a function of one group's rewards, "file.py:function" or
     "package.module:function".
     """
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount factor of gae (per token)."""
+    """Discount factor of gae (per token) and gigpo (per turn)."""
+    step_advantage_w: float = Field(default=1.0, ge=0)
+    """In gigpo, the weight of a turn's own advantage beside that of its episode (no unit)."""
     lam: Fraction = 1.0
     """GAE lambda (0 to 1)."""
     filter_groups: bool = False
@@ -1018,6 +1021,8 @@ class Config(Section):
             is_paired=algorithm.policy_loss == "online_dpo",
             teacher_coef=self.distillation.coef if self.distillation.teachers else 0.0,
             reward_coef=self.distillation.reward_coef if self.distillation.teachers else 1.0,
+            gamma=algorithm.gamma,
+            step_advantage_w=algorithm.step_advantage_w,
         )
 
     @property

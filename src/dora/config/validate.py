@@ -210,6 +210,11 @@ def _check_groups(config: Config) -> None:
             "algorithm.filter_groups = true with sampling.group_size = 1: all rewards of a group of one are "
             "equal, so every group would be filtered; remove filter_groups or set group_size >= 2"
         )
+    if estimator == "gigpo" and not config.has_episodes:
+        raise ConfigError(
+            "algorithm.adv_estimator = gigpo without turns: a response of one turn has no steps to compare; "
+            "use grpo, or set env.environment or service.agents = true"
+        )
     if config.algorithm.filter_groups and estimator == "gae":
         raise ConfigError(
             "algorithm.filter_groups = true with algorithm.adv_estimator = gae: groups with equal rewards "
@@ -448,6 +453,7 @@ def _check_trainer_backend(config: Config) -> None:
         "trainer.offload_optimizer = true": config.trainer.offload_optimizer,
         "engine.exact_logprobs = true": config.engine.exact_logprobs,
         "algorithm.adv_estimator = gae": _uses_critic(config),
+        "algorithm.adv_estimator = gigpo": config.algorithm.adv_estimator == "gigpo",
         "trainer.aux_workers": bool(config.trainer.aux_workers),
         "trainer.continue_from": config.trainer.continue_from is not None,
         f"trainer.model = {config.trainer.model}": config.trainer.model != "auto",
@@ -678,7 +684,11 @@ def _unused_for_the_loss(config: Config) -> Iterator[Unused]:
     if never_clipped is not None:
         yield "algorithm", never_clipped, "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"
     if algorithm.adv_estimator != "gae":
-        yield "algorithm", "without adv_estimator = gae", "gamma", "lam"
+        yield "algorithm", "without adv_estimator = gae", "lam"
+    if algorithm.adv_estimator not in ("gae", "gigpo"):
+        yield "algorithm", "without adv_estimator = gae or gigpo", "gamma"
+    if algorithm.adv_estimator != "gigpo":
+        yield "algorithm", "without adv_estimator = gigpo", "step_advantage_w"
     if not _rewards_count(config):
         reason = "with distillation.reward_coef = 0: rewards are only measured"
         yield "algorithm", reason, "adv_estimator", "overlong_buffer_tokens"

@@ -71,11 +71,15 @@ class EpisodeObservation:
 
 @dataclass(frozen=True)
 class EpisodeEnded:
-    """The episode ended with turn `turn`. Without a reward, the reward tasks of the run score it."""
+    """The episode ended with turn `turn`. Without a reward, the reward tasks of the run score it.
+
+    `turn_rewards` are the parts of the reward by turn, or empty if they are not known.
+    """
 
     episode: EpisodeId
     turn: int
     reward: float | None
+    turn_rewards: Sequence[float] = ()
 
 
 @dataclass(frozen=True)

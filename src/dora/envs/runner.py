@@ -151,7 +151,7 @@ class EnvRunner:
                 break
             state = _encode_state(environment, rewards)
             self._send(EpisodeObservation(episode, turn.number, tuple(observation), state))
-        return EpisodeEnded(episode, turn.number, math.fsum(rewards))
+        return EpisodeEnded(episode, turn.number, math.fsum(rewards), tuple(rewards))
 
     async def _with_timeout(self, call: Awaitable[T]) -> T:
         """Raises Fault if the call takes too long."""

@@ -210,6 +210,7 @@ class StoredResponse(NamedTuple):
 _COLUMN_TYPES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("group_id", "weight_digest", "state"), ("text",)),
     **dict.fromkeys(("segments", "branches", "task_rewards"), ("text", "null")),
+    **dict.fromkeys(("finish_reason", "turn_rewards"), ("text", "null")),  # earlier versions have neither
     **dict.fromkeys(("sibling", "version"), ("integer",)),
     "trained_step": ("integer", "null"),
     **dict.fromkeys(("reward", "advantage"), ("real", "null")),
@@ -246,14 +247,16 @@ def read_samples(run: Path) -> dict[SampleKey, SampleRow]:
 
 def _find_damage(store: sqlite3.Connection) -> str:
     """The first sample with a value of an impossible type, and which one it is; "" if there is none."""
-    types = {name: f"typeof({name})" for name in _COLUMN_TYPES}
-    allowed = {name: ", ".join(map(repr, kinds)) for name, kinds in _COLUMN_TYPES.items()}
+    present = {row[1] for row in store.execute("pragma table_info(samples)")}
+    columns = {name: kinds for name, kinds in _COLUMN_TYPES.items() if name in present}
+    types = {name: f"typeof({name})" for name in columns}
+    allowed = {name: ", ".join(map(repr, kinds)) for name, kinds in columns.items()}
     wrong = " or ".join(f"{types[name]} not in ({kinds})" for name, kinds in allowed.items())
     query = f"select group_id, sibling, {', '.join(types.values())} from samples where {wrong} or {_NO_GROUP}"
     if (found := store.execute(query).fetchone()) is None:
         return ""
     group, sibling, *kinds = found
-    for (name, expected), kind in zip(_COLUMN_TYPES.items(), kinds, strict=True):
+    for (name, expected), kind in zip(columns.items(), kinds, strict=True):
         if kind not in expected:
             return f"{group}/{sibling}: its {name} is {kind}, must be {' or '.join(expected)}"
     return f"{group}/{sibling}: its group is not EPOCH/ROW"

@@ -45,6 +45,7 @@ class SampleBook:
         # Their terms, if there are several reward tasks; of a held-out prompt until its event is handled.
         self.task_rewards: dict[GroupId, TaskRewards] = {}
         self.episode_rewards: dict[RequestId, float] = {}  # of episodes whose group is not scored
+        self._turn_rewards: dict[RequestId, Sequence[float]] = {}  # of episodes that are not stored
         self.partial_outputs = PartialOutputs(setup.out / FILE_NAME)
         self.failed_episodes: set[RequestId] = set()  # by environment or agent, until `RequestFailed`
         self.step_metrics: list[tuple[int, dict[str, float]]] = []  # from the trainer, not yet consumed
@@ -131,6 +132,7 @@ class SampleBook:
                 segments,
                 completion.branches or None,
                 completion.finish_reason,
+                self._turn_rewards.pop(completion.id, ()),
             )
         )
         if group in self._discarded:
@@ -143,6 +145,15 @@ class SampleBook:
         """Remove and return the responses to a held-out prompt, in sibling order; [] for any other group."""
         siblings = self._held_out.pop(group, {})
         return [siblings[k] for k in sorted(siblings)]
+
+    def set_episode_reward(self, request: RequestId, reward: float, turn_rewards: Sequence[float]) -> None:
+        """Keep the reward of an episode that is ending, and its parts by turn if they are known."""
+        self.episode_rewards[request], self._turn_rewards[request] = reward, turn_rewards
+
+    def forget_episode_reward(self, request: RequestId) -> None:
+        """The episode starts again."""
+        self.episode_rewards.pop(request, None)
+        self._turn_rewards.pop(request, None)
 
     def score_from_episodes(self, group: GroupId) -> events.Event | None:
         """Score a finished group with the rewards of its episodes; None if they have none.
@@ -223,7 +234,8 @@ class SampleBook:
         """Drop everything kept for a group."""
         for kept in (self._held_out, self.num_tokens, self.rewards, self.task_rewards):
             kept.pop(group, None)
-        self.episode_rewards = {r: reward for r, reward in self.episode_rewards.items() if r.group != group}
+        for request in [r for r in {**self.episode_rewards, **self._turn_rewards} if r.group == group]:
+            self.forget_episode_reward(request)
 
     # a resumed run
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple, Protocol
 
 from fastapi import APIRouter, Path, Request
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from dora.data.tool_calls import ToolCall
 from dora.errors import ServiceError
@@ -44,9 +44,12 @@ class SessionInfo(BaseModel):
 
 
 class EpisodeReward(RequestBody):
-    """The reward of an episode; null: the run's reward tasks score it."""
+    """The reward of an episode; null: the run's reward tasks score it. `turn_rewards` are its parts, one for
+    each turn, for estimators that credit turns.
+    """
 
     reward: RewardValue | None
+    turn_rewards: list[RewardValue] = Field(default_factory=list)
 
 
 class SessionEnd(BaseModel):
@@ -120,7 +123,11 @@ async def abandon_session(session: SessionName, run: Run) -> SessionEnd:
 @router.post("/sessions/{session}/reward")
 async def post_reward(session: SessionName, body: EpisodeReward, run: Run) -> SessionEnd:
     """End the episode with its reward."""
-    return await run(lambda context: _session_end(agent_sessions(context).finish(session, body.reward)))
+
+    def finish(context: RunContext) -> SessionEnd:
+        return _session_end(agent_sessions(context).finish(session, body.reward, body.turn_rewards))
+
+    return await run(finish)
 
 
 async def open_if_new(session: str, body: TurnBody, run: RunHandle, request: Request) -> None:

@@ -141,9 +141,12 @@ class BaseClient(Generic[R]):
             ApiCall("POST", "/v1/chat/completions", body, headers=headers, timeout_s=TURN_TIMEOUT_S)
         )
 
-    def post_reward(self, session: str, reward: float | None) -> R:
-        """End an episode with its reward; None: the run's reward tasks score it."""
-        return self._do(ApiCall("POST", f"/v1/sessions/{session}/reward", {"reward": reward}))
+    def post_reward(self, session: str, reward: float | None, turn_rewards: Sequence[float] = ()) -> R:
+        """End an episode with its reward; None: the run's reward tasks score it. `turn_rewards` are its parts
+        by turn.
+        """
+        body = {"reward": reward} | ({"turn_rewards": [*turn_rewards]} if turn_rewards else {})
+        return self._do(ApiCall("POST", f"/v1/sessions/{session}/reward", body))
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ FIELDS = (
     Field("loss_mask", "u1", is_jagged=True),  # 1: generated token, 0: token of an observation
     Field("branches", "<i4", is_jagged=True),  # start and parent of each, concatenated
     Field("finish_reason", "u1", is_jagged=True),  # ASCII; empty if unknown
+    Field("turn_rewards", "<f8", is_jagged=True),  # empty if unknown
     Field("reward", "<f8"),
     Field("advantage", "<f8"),  # NaN: needs the whole batch
 )
@@ -402,6 +403,7 @@ def _answer_columns(answers: Sequence[Trajectory]) -> dict[str, Any]:
         ],
         "branches": [np.array(t.branches or (), np.int32).reshape(-1) for t in answers],
         "finish_reason": [_ascii(t.finish_reason) for t in answers],
+        "turn_rewards": [np.array(t.turn_rewards, np.float64) for t in answers],
     }
 
 
@@ -416,7 +418,7 @@ def _to_samples(batch: StreamBatch) -> list[StoredSample]:
     samples = []
     for row, (request, version) in enumerate(zip(batch.requests, batch.versions, strict=True)):
         values = (columns[field.name][row] for field in FIELDS)
-        prompt, tokens, logprobs, routes, digest, mask, branches, finish, reward, advantage = values
+        prompt, tokens, logprobs, routes, digest, mask, branches, finish, turns, reward, advantage = values
         num_tokens = len(prompt) + len(tokens)
         samples.append(
             StoredSample(
@@ -432,6 +434,7 @@ def _to_samples(batch: StreamBatch) -> list[StoredSample]:
                 loss_mask=None if mask.all() else mask.copy(),
                 branches=[Branch(*pair) for pair in branches.reshape(-1, 2).tolist()] or None,
                 finish_reason=finish.tobytes().decode() or None,
+                turn_rewards=turns.tolist(),
                 **{name: rows[row].copy() for name, rows in aux_columns.items()},
             )
         )

@@ -10,6 +10,7 @@ import hashlib
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -27,10 +28,10 @@ create table if not exists samples (
     version integer not null, weight_digest text not null,
     prompt_ids blob not null, token_ids blob not null, logprobs blob not null,
     routes blob, loss_mask blob, segments text, branches text, reward real, advantage real, task_rewards blob,
-    state text not null, trained_step integer, finish_reason text,
+    state text not null, trained_step integer, finish_reason text, turn_rewards text,
     primary key (group_id, sibling)) without rowid
 """
-
+LATER_COLUMNS = ("finish_reason", "turn_rewards")  # which the store of an earlier release does not have
 
 # Columns that do not change once a response has finished; its `RequestFinished` event has their digest.
 PAYLOAD = (
@@ -100,10 +101,11 @@ class Trajectory(NamedTuple):
     columns of a run are arrays.
 
     `loss_mask` is 1 for each token that the policy generated, 0 for each token of an observation (its
-    log-prob is 0); None: all were generated. `reward` is that of an episode, before its group is scored. A
-    response that continues with newer versions has `segments` (version, number of tokens): `version` is that
-    of the first segment, and `weight_digest` has the digests of all, joined by DIGEST_SEPARATOR. An episode
-    whose history was changed has `branches`; see `split_branches`.
+    log-prob is 0); None: all were generated. `reward` is that of an episode, before its group is scored;
+    `turn_rewards` are its parts by turn, if they are known. A response that continues with newer versions has
+    `segments` (version, number of tokens): `version` is that of the first segment, and `weight_digest` has
+    the digests of all, joined by DIGEST_SEPARATOR. An episode whose history was changed has `branches`; see
+    `split_branches`.
     """
 
     request: RequestId
@@ -118,6 +120,7 @@ class Trajectory(NamedTuple):
     segments: Sequence[tuple[int, int]] | None = None
     branches: Sequence[Branch] | None = None
     finish_reason: str | None = None  # see `Completion`; None: stored by an earlier version of DORA-RL
+    turn_rewards: Sequence[float] = ()
 
 
 def answer_source(chunks: Sequence[Chunk]) -> tuple[int, str, list[tuple[int, int]] | None]:
@@ -133,7 +136,7 @@ class StoredSample(NamedTuple):
 
     `logprobs` has one entry per generated token (see `loss_mask` of Trajectory). `reference`, `proximal` and
     `values` are columns of the auxiliary workers, one entry per response token. `stream_row` names the
-    row if the sample is from the stream.
+    row if the sample is from the stream. `turn_rewards` is empty where only the sum is known.
     """
 
     version: int
@@ -151,6 +154,7 @@ class StoredSample(NamedTuple):
     loss_mask: NDArray[np.uint8] | None = None
     branches: Sequence[Branch] | None = None
     finish_reason: str | None = None
+    turn_rewards: Sequence[float] = ()
 
     @property
     def is_truncated(self) -> bool:
@@ -161,6 +165,17 @@ class StoredSample(NamedTuple):
     def sequences(self) -> list[TokenSequence]:
         """The sequences of the response; see `split_branches`."""
         return split_branches(self.prompt_ids, self.token_ids, self.branches or ())
+
+    @property
+    def turns(self) -> list[slice]:
+        """The tokens of the response that the policy generated, turn by turn."""
+        mask = np.ones(len(self.token_ids), np.uint8) if self.loss_mask is None else self.loss_mask
+        starts = [0, *(branch.start - len(self.prompt_ids) for branch in self.branches or ()), len(mask)]
+        return [
+            slice(start + int(first), start + int(stop))
+            for start, end in pairwise(starts)
+            for first, stop in np.flatnonzero(np.diff(mask[start:end], prepend=0, append=0)).reshape(-1, 2)
+        ]
 
 
 class HeldOutResponse(NamedTuple):
@@ -209,8 +224,9 @@ class SampleStore:
         self._db.execute("pragma journal_mode = wal")
         self._db.execute(f"pragma synchronous = {'full' if fsync else 'off'}")
         self._db.execute(_SCHEMA)
-        if "finish_reason" not in {row[1] for row in self._db.execute("pragma table_info(samples)")}:
-            self._db.execute("alter table samples add column finish_reason text")
+        columns = {row[1] for row in self._db.execute("pragma table_info(samples)")}
+        for name in {*LATER_COLUMNS} - columns:
+            self._db.execute(f"alter table samples add column {name} text")
         self._in_transaction = False
         self._has_payload = False  # written in this transaction; the next event may name it
         self._subscriber: SampleSubscriber | None = None
@@ -270,9 +286,16 @@ class SampleStore:
         )
         self._has_payload = True
         self._write(
-            f"insert into samples (group_id, sibling, {', '.join(PAYLOAD)}, reward, finish_reason, state) "
-            "values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'finished')",
-            (str(t.request.group), t.request.sibling, *payload, t.reward, t.finish_reason),
+            f"insert into samples (group_id, sibling, {', '.join(PAYLOAD)}, reward, finish_reason, "
+            "turn_rewards, state) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'finished')",
+            (
+                str(t.request.group),
+                t.request.sibling,
+                *payload,
+                t.reward,
+                t.finish_reason,
+                json.dumps([*t.turn_rewards]) if len(t.turn_rewards) else None,
+            ),
         )
         if self._subscriber is not None:
             self._subscriber.put(t)
@@ -409,12 +432,13 @@ class SampleStore:
         """Trajectories with reward and advantage, if known."""
         rows = self._db.execute(
             "select group_id, sibling, version, weight_digest, prompt_ids, token_ids, logprobs, routes, "
-            "loss_mask, branches, finish_reason, iif(state = 'finished', null, reward), advantage "
+            "loss_mask, branches, finish_reason, turn_rewards, "
+            "iif(state = 'finished', null, reward), advantage "
             f"from samples where {condition} order by group_id, sibling",
             values,
         )
         for name, sibling, version, digest, prompt, answer, logprobs, routes, mask, *others in rows:
-            branches, finish_reason, *scores = others
+            branches, finish_reason, turn_rewards, *scores = others
             prompt_ids, token_ids = _ids(prompt), _ids(answer)
             routes_by_token = None
             if routes is not None:
@@ -433,6 +457,7 @@ class SampleStore:
                     loss_mask,
                     branches=read_branches(branches),
                     finish_reason=finish_reason,
+                    turn_rewards=json.loads(turn_rewards or "[]"),
                 ),
                 *scores,
             )

@@ -1,17 +1,19 @@
 """Advantages from rewards, under verl's names of `adv_estimator`, and the reward shaping before them.
 
-Everything is plain floats: one advantage per response, or one per token for `gae`. This module does not
-import torch. `recipe.ADVANTAGE_SCOPE` lists which estimators need a group and which the whole batch.
+Everything is plain floats: one advantage per response, per turn for `gigpo`, per token for `gae`. This module
+does not import torch. `recipe.ADVANTAGE_SCOPE` lists which estimators need a group and which the whole batch.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
+from typing import NamedTuple
 
 from dora.errors import ConfigError, RunError
 from dora.loading import describe_call, load_attribute
@@ -23,6 +25,14 @@ MAX_REWARD = 1e6  # absolute value; above it, sums and squares of rewards and gr
 Rewards = Sequence[float]
 
 
+class Turn(NamedTuple):
+    """A turn of the policy: the observation before it, its reward, and how many tokens it has."""
+
+    observation: Hashable
+    reward: float
+    num_tokens: int
+
+
 @dataclass(frozen=True)
 class AdvantageSettings:
     """How a run turns rewards into advantages.
@@ -31,7 +41,8 @@ class AdvantageSettings:
     response that uses the last `overlong_buffer_tokens` of `max_tokens` first loses up to `overlong_penalty`
     of its reward (DAPO's soft overlong punishment); 0 leaves the rewards alone. With `is_paired`, the best
     response of a group has advantage 1 and the worst -1, whatever the estimator. With teachers,
-    `teacher_coef` > 0, each token has an advantage of its own (`with_teachers`).
+    `teacher_coef` > 0, each token has an advantage of its own (`with_teachers`). `gamma` and
+    `step_advantage_w` are those of `gigpo_advantages`.
     """
 
     adv_estimator: str = "grpo"
@@ -41,17 +52,39 @@ class AdvantageSettings:
     is_paired: bool = False
     teacher_coef: float = 0.0
     reward_coef: float = 1.0
+    gamma: float = 1.0
+    step_advantage_w: float = 1.0
 
     @property
     def needs_batch(self) -> bool:
         """Whether an advantage depends on all rewards of a batch."""
         return advantage_scope(self.adv_estimator) == "batch" and not self.is_paired
 
+    @property
+    def needs_turns(self) -> bool:
+        """Whether each turn has an advantage of its own: see `turn_advantages`."""
+        return self.adv_estimator == "gigpo" and not self.is_paired
+
     def group_advantages(self, rewards: Rewards, lengths: Sequence[int]) -> Sequence[float | None]:
-        """Advantages of one group's responses; None for each if the estimator needs the whole batch."""
-        if self.needs_batch:
+        """Advantages of one group's responses; None for each if the estimator needs more than rewards."""
+        if self.needs_batch or self.needs_turns:
             return [None] * len(rewards)
         return self.batch_advantages([rewards], [lengths], [lengths])[0]
+
+    def turn_advantages(
+        self, rewards: Rewards, lengths: Sequence[int], turns: Sequence[Sequence[Turn]]
+    ) -> list[list[float]]:
+        """Advantages of the tokens of one group's responses, by `gigpo`; the last turn has the penalty."""
+        (shaped,) = self.shape_rewards([rewards], [lengths])
+        penalized = [
+            [*own[:-1], own[-1]._replace(reward=own[-1].reward + after - before)]
+            for own, after, before in zip(turns, shaped, rewards, strict=True)
+        ]
+        advantages = gigpo_advantages(shaped, penalized, self.gamma, self.step_advantage_w)
+        return [
+            [advantage for advantage, turn in zip(own, of, strict=True) for _ in range(turn.num_tokens)]
+            for own, of in zip(advantages, turns, strict=True)
+        ]
 
     def batch_advantages(
         self,
@@ -71,15 +104,15 @@ class AdvantageSettings:
         """Rewards of a batch after the overlong penalty, group by group; a critic learns to predict these."""
         return [list(map(self._shape, *group)) for group in zip(rewards, lengths, strict=True)]
 
-    def with_teachers(self, advantage: float, logprobs: Rewards, teacher_logprobs: Rewards) -> list[float]:
+    def with_teachers(self, advantages: Rewards, logprobs: Rewards, teacher_logprobs: Rewards) -> list[float]:
         """Advantages of a response's tokens: teacher_coef (log teacher - log policy) + reward_coef advantage.
 
         `logprobs` are those of the policy that sampled, in nats. The mean of the first term over its tokens
         is -teacher_coef KL(policy || teacher), whose gradient it estimates (on-policy distillation with the
         reverse KL; arXiv 2306.13649, 2306.08543).
         """
-        pairs = zip(teacher_logprobs, logprobs, strict=True)
-        return [self.teacher_coef * (theirs - own) + self.reward_coef * advantage for theirs, own in pairs]
+        tokens = zip(teacher_logprobs, logprobs, advantages, strict=True)
+        return [self.teacher_coef * (theirs - own) + self.reward_coef * a for theirs, own, a in tokens]
 
     def _shape(self, reward: float, length: int) -> float:
         if not self.overlong_buffer_tokens:
@@ -126,6 +159,36 @@ def rloo_advantages(rewards: Rewards) -> list[float]:
     """
     num = len(rewards)
     return [advantage * num / (num - 1) if num > 1 else 0.0 for advantage in dr_grpo_advantages(rewards)]
+
+
+def gigpo_advantages(
+    rewards: Rewards, turns: Sequence[Sequence[Turn]], gamma: float, step_advantage_w: float
+) -> list[list[float]]:
+    """An advantage for each turn of one group's responses (GiGPO, arXiv 2505.10978).
+
+    It is the GRPO advantage of the response, plus `step_advantage_w` times that of the turn's return among
+    all turns of the group with the same observation before them; the latter is 0 where there is one such
+    turn. The return is the sum of the rewards of this and later turns, discounted by `gamma` per turn.
+    """
+    returns = [discounted_returns([turn.reward for turn in own], gamma) for own in turns]
+    same: dict[Hashable, list[tuple[int, int]]] = defaultdict(list)  # observation -> (response, turn)
+    for i, own in enumerate(turns):
+        for k, turn in enumerate(own):
+            same[turn.observation].append((i, k))
+    advantages = [[a] * len(own) for a, own in zip(grpo_advantages(rewards), turns, strict=True)]
+    for found in same.values():
+        steps = grpo_advantages([returns[i][k] for i, k in found])
+        for (i, k), step in zip(found, steps, strict=True):
+            advantages[i][k] += step_advantage_w * step
+    return advantages
+
+
+def discounted_returns(rewards: Rewards, gamma: float) -> list[float]:
+    """From each turn on, the sum of the rewards, discounted by `gamma` per turn."""
+    returns = [*rewards]
+    for k in range(len(returns) - 2, -1, -1):
+        returns[k] += gamma * returns[k + 1]
+    return returns
 
 
 def preference_pair(rewards: Rewards) -> list[float]:
@@ -216,18 +279,18 @@ def compute_advantages(
     return [[next(flat) for _ in group] for group in scores]
 
 
-def gae(reward: float, values: Sequence[float], gamma: float, lam: float) -> tuple[list[float], list[float]]:
+def gae(rewards: Rewards, values: Rewards, gamma: float, lam: float) -> tuple[list[float], list[float]]:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16) of one response: advantages and returns.
 
-    `values` are the critic's, one before each token; the value after the last token is 0. `reward` belongs to
-    the last token. delta = r + gamma V' - V; A = delta + gamma lam A'; return = A + V.
+    `rewards` are those of the tokens, and `values` are the critic's before them; the value after the last
+    token is 0. delta = r + gamma V' - V; A = delta + gamma lam A'; return = A + V.
     """
     advantages = [0.0] * len(values)
     advantage = next_value = 0.0
     for i in range(len(values) - 1, -1, -1):
-        delta = reward + gamma * next_value - values[i]
+        delta = rewards[i] + gamma * next_value - values[i]
         advantages[i] = advantage = delta + gamma * lam * advantage
-        next_value, reward = values[i], 0.0
+        next_value = values[i]
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
 

@@ -90,17 +90,23 @@ class CriticBatch:
 
 
 def with_advantages(
-    samples: Sequence[Sample], rewards: Sequence[float], gamma: float, lam: float
+    responses: Sequence[Sequence[Sample]], rewards: Sequence[Sequence[float]], gamma: float, lam: float
 ) -> CriticBatch:
     """GAE advantages and returns of a batch with `values`, whitened over its tokens as in verl.
 
-    The reward of a response belongs to its last token. Empty responses get no advantages.
+    A response is one sample, or one for each sequence of its branches, in the order in which they came; the
+    `rewards` of its generated tokens, too, continue from one sequence to the next.
     """
-    pairs = [gae(reward, s.values or (), gamma, lam) for s, reward in zip(samples, rewards, strict=True)]
+    pairs = [
+        gae(own_rewards, [value for s in own for value in s.values or ()], gamma, lam)
+        for own, own_rewards in zip(responses, rewards, strict=True)
+    ]
     raw = [advantage for advantages, _ in pairs for advantage in advantages]
     flat = iter(whiten(raw, [1] * len(raw)) if raw else [])
+    flat_returns = iter([value for _, returns in pairs for value in returns])
+    samples = [s for own in responses for s in own]
     updated = [replace(s, advantage=[next(flat) for _ in range(s.num_loss_tokens)]) for s in samples]
-    return CriticBatch(updated, [returns for _, returns in pairs])
+    return CriticBatch(updated, [[next(flat_returns) for _ in range(s.num_loss_tokens)] for s in samples])
 
 
 class Critic(LocalWeights):
@@ -122,11 +128,16 @@ class Critic(LocalWeights):
             values = by_micro_batch(samples, self.settings.micro_batch_tokens, self._values)
         return [replace(s, values=own.tolist()) for s, own in zip(samples, values, strict=True)]
 
-    def compute_advantages(self, samples: Sequence[Sample], rewards: Sequence[float]) -> list[Sample]:
-        """The batch of the next `update` with advantages; predicts values unless all samples have them."""
-        if any(s.values is None for s in samples):
-            samples = self.predict_values(samples)
-        self._batch = with_advantages(samples, rewards, self.settings.gamma, self.settings.lam)
+    def compute_advantages(
+        self, responses: Sequence[Sequence[Sample]], rewards: Sequence[Sequence[float]]
+    ) -> list[Sample]:
+        """The batch of the next `update` with advantages, by `with_advantages`; predicts values unless all
+        samples have them.
+        """
+        if any(s.values is None for own in responses for s in own):
+            predicted = iter(self.predict_values([s for own in responses for s in own]))
+            responses = [[next(predicted) for _ in own] for own in responses]
+        self._batch = with_advantages(responses, rewards, self.settings.gamma, self.settings.lam)
         return self._batch.samples
 
     def update(self, step: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from dora.errors import ConfigError
 
 AdvEstimator = Literal[
-    "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"
+    "grpo", "dr_grpo", "rloo", "gigpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"
 ]
 PolicyLoss = Literal["ppo_clip", "dual_clip", "triplet_clip", "gspo", "cispo", "reinforce", "online_dpo"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -74,6 +74,7 @@ ADVANTAGE_SCOPE: Mapping[str, Literal["group", "batch"]] = MappingProxyType(
         "grpo": "group",
         "dr_grpo": "group",
         "rloo": "group",
+        "gigpo": "group",
         "reinforce_plus_plus": "batch",
         "reinforce_plus_plus_baseline": "batch",
         "gae": "batch",

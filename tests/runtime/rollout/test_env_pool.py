@@ -108,7 +108,7 @@ def test_an_episode_runs_in_its_worker_and_returns_its_reward(driver: Driver) ->
     driver.turn(episode, 0, "ab")
     assert driver.next_reply() == EpisodeObservation(episode, 0, tuple(driver.setup.tokenizer.encode("ab")))
     driver.turn(episode, 1, "z")
-    assert driver.next_reply() == EpisodeEnded(episode, 1, 1.0)
+    assert driver.next_reply() == EpisodeEnded(episode, 1, 1.0, (0.5, 0.5))
     driver.pool.release(episode)
     driver.start(0)
     assert try_environment(driver.setup) == "first prompt '10:', 3 tokens"
@@ -130,7 +130,7 @@ def test_an_episode_is_restored_in_a_worker(tmp_path: Path) -> None:
     driver.pool.start(episode, 0, SavedEpisode((1, 2, 3), 1, 7, state))
     assert driver.next_reply() == EpisodeStarted(episode, (1, 2, 3))
     driver.turn(episode, 1, "z")
-    assert driver.next_reply() == EpisodeEnded(episode, 1, 0.75)
+    assert driver.next_reply() == EpisodeEnded(episode, 1, 0.75, (0.25, 0.5))
     driver.pool.close()
 
 

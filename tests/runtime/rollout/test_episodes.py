@@ -239,6 +239,26 @@ def test_rewards_of_episodes_are_stored_with_the_samples_and_score_the_group(dri
     assert resumed.episode_rewards == {}
 
 
+def test_the_rewards_of_turns_are_stored_with_the_sample(driver: Driver) -> None:
+    driver.start(FIRST, SECOND)
+    driver.reply(EpisodeObservation(episode := driver.generate_turn(), 0, (4,)))
+    driver.reply(EpisodeEnded(driver.generate_turn(), 1, 0.75, (0.5, 0.25)))
+    driver.reply(EpisodeEnded(driver.generate_turn(SECOND), 0, 1.0))
+    driver.finish(FIRST)
+    driver.finish(SECOND)
+    rows = driver.samples._rows("state = 'finished'")
+    assert [[*sample.turn_rewards] for sample, *_ in rows] == [[0.5, 0.25], []]
+    assert driver.runner.released[0] == episode
+
+
+def test_a_turn_reward_out_of_range_fails_its_episode(driver: Driver) -> None:
+    driver.start(FIRST)
+    driver.reply(EpisodeEnded(driver.generate_turn(), 0, 0.0, (1e7,)))
+    reason = "turn reward 1e+07 must be between -1e+06 and 1e+06"
+    assert driver.engines.sent == [(0, m.FailRequest(FIRST, reason))]
+    assert driver.sample_book.episode_rewards == {}
+
+
 def test_a_group_without_episode_rewards_is_left_to_the_reward_tasks(driver: Driver) -> None:
     driver.start(FIRST, SECOND)
     for request in (FIRST, SECOND):

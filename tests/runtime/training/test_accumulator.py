@@ -10,13 +10,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from tests.runtime.tiny import MODEL
+from tests.trainer.batches import at_the_end
 
 from dora.core.types import Branch, GroupId, RequestId
 from dora.errors import RunError
 from dora.model.weights import initial_weights
-from dora.runtime.training.accumulator import Accumulator, to_sample, to_samples
+from dora.runtime.training.accumulator import Accumulator, to_sample, to_samples, to_turns, token_rewards
 from dora.stream.sample_db import StoredSample
-from dora.trainer.advantage import AdvantageSettings, compute_advantages
+from dora.trainer.advantage import AdvantageSettings, compute_advantages, grpo_advantages
 from dora.trainer.critic import Critic, CriticSettings, initial_critic_weights
 from dora.trainer.trainer import Sample, Trainer, TrainerSettings
 
@@ -239,7 +240,8 @@ def test_a_critic_gets_the_stored_rewards_with_the_overlong_penalty() -> None:
     settings = AdvantageSettings("gae", max_tokens=6, overlong_buffer_tokens=2)
     worker, reference = AccumulatingTrainer(settings, streams_gradients=False, critic=critic()), critic()
     metrics = worker.accumulator.train(0, FIRST)
-    expected_samples = reference.compute_advantages(samples(sorted(FIRST)), [1.0, 0.25 - 0.5] * 4)
+    scored = at_the_end(samples(sorted(FIRST)), [1.0, 0.25 - 0.5] * 4)
+    expected_samples = reference.compute_advantages(*scored)
     trainer = Trainer(MODEL, initial_weights(MODEL, seed=0), SETTINGS, critic=reference)
     trainer.step(expected_samples)
     assert torch.equal(worker.trainer.flat, trainer.flat)
@@ -280,18 +282,21 @@ def test_a_failed_step_with_a_critic_can_be_repeated() -> None:
     assert torch.equal(worker.trainer.flat, undisturbed.trainer.flat)
 
 
-def test_each_sequence_of_an_episode_with_branches_is_a_sample() -> None:
+def branched(turn_rewards: Sequence[float] = ()) -> StoredSample:
     """The tree is 1 2 | 5 6; after 5 an observation 3 and a turn 7; after 1 a turn 8; after 7 a turn 9."""
     (whole, _) = stored(GROUPS[0])
-    branched = whole._replace(
+    return whole._replace(
         token_ids=np.array([5, 6, 3, 7, 8, 9], np.int32),
         loss_mask=np.array([1, 1, 0, 1, 1, 1], np.uint8),
         logprobs=np.array([-5, -6, -7, -8, -9], np.float32),
-        proximal=np.array([5, 6, 7, 8, 9], np.float32),
         branches=[Branch(4, 3), Branch(6, 1), Branch(7, 6)],
-        stream_row=RequestId(0, 3, 0),
+        turn_rewards=turn_rewards,
     )
-    samples = to_samples(branched, advantage=2.0)
+
+
+def test_each_sequence_of_an_episode_with_branches_is_a_sample() -> None:
+    tree = branched()._replace(proximal=np.array([5, 6, 7, 8, 9], np.float32), stream_row=RequestId(0, 3, 0))
+    samples = to_samples(tree, advantage=2.0)
     assert [(s.prompt_ids, s.token_ids, s.logprobs, s.proximal_logprobs) for s in samples] == [
         ([1, 2], [5, 6], [-5, -6], [5, 6]),
         ([1, 2, 5, 3], [7], [-7], [7]),
@@ -299,6 +304,63 @@ def test_each_sequence_of_an_episode_with_branches_is_a_sample() -> None:
         ([1, 2, 5, 3, 7], [9], [-9], [9]),
     ]
     assert {(s.advantage, s.loss_mask, s.stream_row) for s in samples} == {(2.0, None, None)}
+
+
+def test_a_turn_has_the_observation_before_it_and_its_reward() -> None:
+    prompt, nothing, observed = (np.array(ids, np.int32).tobytes() for ids in ([1, 2], [], [3]))
+    expected = [(prompt, 0.0, 2), (observed, 0.25, 1), (nothing, 0.0, 1), (nothing, 0.75, 1)]
+    assert to_turns(branched([0.0, 0.25, 0.0, 0.75])) == expected
+    assert [turn.reward for turn in to_turns(branched())] == [0.0, 0.0, 0.0, 1.0]
+    assert to_turns(stored(GROUPS[0])[1]) == [(prompt, REWARDS[1], 5)]
+
+
+def test_the_last_token_of_a_turn_has_its_reward() -> None:
+    assert token_rewards(branched([0.0, 0.25, 0.0, 0.75]), 1.0) == [0.0, 0.0, 0.25, 0.0, 0.75]
+    assert token_rewards(branched([0.0, 0.25, 0.0, 0.75]), 0.5) == [0.0, 0.0, 0.25, 0.0, 0.25]
+    assert token_rewards(stored(GROUPS[0])[1], 0.0) == [0.0] * 5
+
+
+def test_the_sequences_of_an_episode_have_the_advantages_of_their_tokens() -> None:
+    samples = to_samples(branched(), advantage=[1.0, 2.0, 3.0, 4.0, 5.0])
+    assert [s.advantages for s in samples] == [[1.0, 2.0], [3.0], [4.0], [5.0]]
+
+
+class Trees(Reader):
+    """Groups of an episode with branches, and one of a single turn."""
+
+    def __call__(self, group: GroupId) -> list[StoredSample]:
+        return [branched([0.0, 0.25, 0.0, 0.75]), super().__call__(group)[1]]
+
+
+@pytest.mark.parametrize("streams_gradients", [True, False])
+def test_gigpo_gives_each_turn_of_an_episode_its_advantage(streams_gradients: bool) -> None:
+    """Both first turns follow the prompt, with returns 0.25 * 0.5 + 0.75 * 0.125 and 0.25."""
+    settings = AdvantageSettings("gigpo", gamma=0.5)
+    worker = AccumulatingTrainer(settings, streams_gradients)
+    worker.accumulator = Accumulator(worker.trainer, Trees(), worker.digests.get, settings, streams_gradients)
+    worker.accumulator.train(0, FIRST[:1])
+    half = 2**-0.5
+    tree, single = Trees()(FIRST[0])
+    reference = Trainer(MODEL, initial_weights(MODEL, seed=0), SETTINGS)
+    episode, turn = grpo_advantages([1.0, 0.25]), grpo_advantages([0.21875, 0.25])
+    assert (episode[0], turn[0]) == pytest.approx((half, -half), abs=1e-4)
+    advantages = [episode[0] + turn[0]] * 2 + [episode[0]] * 3
+    batch = [*to_samples(tree, advantages), *to_samples(single, episode[1] + turn[1])]
+    reference.add_samples(batch, is_whole_batch=not streams_gradients)
+    reference.finish_step()
+    assert torch.equal(worker.trainer.flat, reference.flat)
+    assert not torch.equal(worker.trainer.flat, initial_weights(MODEL, seed=0))
+
+
+def test_a_critic_gets_the_rewards_of_turns_and_the_sequences_of_an_episode() -> None:
+    """Values are 0 at first, so the return of a token is the sum of the rewards from its turn on."""
+    settings, own = AdvantageSettings("gae"), critic()
+    trainer = Trainer(MODEL, initial_weights(MODEL, seed=0), SETTINGS, critic=own)
+    accumulator = Accumulator(trainer, Trees(), {0: "digest"}.get, settings, False, own.compute_advantages)
+    metrics = accumulator.train(0, FIRST[:1])
+    returns = [1.0, 1.0, 1.0, 0.75, 0.75, *[0.25] * 5]
+    assert metrics["critic/returns/mean"] == pytest.approx(sum(returns) / 10)
+    assert metrics["actor/num_tokens"] == 10
 
 
 def test_teachers_give_each_token_an_advantage(expected: torch.Tensor) -> None:
@@ -356,7 +418,7 @@ def test_the_critic_learns_from_masked_responses() -> None:
     worker.reader.truncated = {1}
     worker.accumulator.train(0, FIRST)
     reference = critic()
-    batch = reference.compute_advantages(samples(sorted(FIRST)), [*REWARDS] * 4)
+    batch = reference.compute_advantages(*at_the_end(samples(sorted(FIRST)), [*REWARDS] * 4))
     trainer = Trainer(MODEL, initial_weights(MODEL, seed=0), SETTINGS, critic=reference)
     trainer.step(batch[::2])
     assert torch.equal(worker.trainer.flat, trainer.flat)

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 from tests.runtime.tiny import MODEL
-from tests.runtime.training.test_accumulator import SETTINGS, episodes, stored
+from tests.runtime.training.test_accumulator import SETTINGS, branched, episodes, stored
+from tests.trainer.batches import at_the_end
 
 from dora.core.types import GroupId
 from dora.errors import RunError
 from dora.model.weights import initial_weights
 from dora.runtime.process.messages import AccumulateGroup, SaveCheckpoint, TrainStep, WeightsPublished
-from dora.runtime.training.accumulator import to_sample
+from dora.runtime.training.accumulator import to_sample, to_samples
 from dora.runtime.training.aux_workers import AuxWorker, CriticWorker, LogprobWorker, Rows, pop_critic_state
 from dora.stream.sample_db import StoredSample
 from dora.trainer.advantage import AdvantageSettings
@@ -121,7 +122,7 @@ def test_a_critic_predicts_values_of_committed_groups_and_is_updated_with_the_ba
     assert [*stream.filled] == [GROUPS[1], GROUPS[0]]
     (reply,) = send(worker, TrainStep(0, GROUPS[1::-1]))
     predicted = [s for group in GROUPS[:2] for s in reference.predict_values(samples(group))]
-    reference.compute_advantages(predicted, [1.0, 0.25 - 0.5] * 2)
+    reference.compute_advantages(*at_the_end(predicted, [1.0, 0.25 - 0.5] * 2))
     assert reply.metrics == reference.update(0)  # type: ignore[attr-defined]
     assert numbers(stream.filled[GROUPS[2]]) == [
         s.values for s in reference.predict_values(samples(GROUPS[2]))
@@ -136,8 +137,25 @@ def test_observations_count_towards_the_overlong_penalty_of_a_critic(tmp_path: P
     settings = AdvantageSettings("gae", max_tokens=6, overlong_buffer_tokens=2)
     worker, reference = CriticWorker(Episodes(), critic(), settings.shape_rewards, tmp_path), critic()
     (reply,) = send(worker, AccumulateGroup(0, GROUPS[0]), TrainStep(0, GROUPS[:1]))
-    reference.compute_advantages([to_sample(s) for s in episodes(GROUPS[0])], [1.0, 0.25 - 0.5])
+    reference.compute_advantages(*at_the_end([to_sample(s) for s in episodes(GROUPS[0])], [1.0, 0.25 - 0.5]))
     assert reply.metrics == reference.update(0)  # type: ignore[attr-defined]
+
+
+def test_a_critic_scores_each_sequence_of_an_episode_with_branches(tmp_path: Path) -> None:
+    class Branched(Stream):
+        def read_group(self, group: GroupId) -> list[StoredSample]:
+            return [branched([0.0, 0.25, 0.0, 0.75])]
+
+    stream, reference = Branched(), critic()
+    worker = CriticWorker(stream, critic(), AdvantageSettings("gae").shape_rewards, tmp_path)
+    tree = to_samples(branched())
+    for step in range(2):  # so that values are not 0
+        (reply,) = send(worker, AccumulateGroup(step, GROUPS[step]), TrainStep(step, GROUPS[step : step + 1]))
+        predicted = reference.predict_values(tree)
+        values = [value for s in predicted for value in s.values or ()]
+        assert numbers(stream.filled[GROUPS[step]]) == [pytest.approx(values)]
+        reference.compute_advantages([predicted], [[0.0, 0.0, 0.25, 0.0, 0.75]])
+        assert reply.metrics == reference.update(step)  # type: ignore[attr-defined]
 
 
 def test_a_repeated_step_updates_the_critic_once(tmp_path: Path) -> None:

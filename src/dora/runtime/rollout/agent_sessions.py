@@ -12,6 +12,7 @@ common. A turn of the model always has the tokens that were sampled, also in the
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -300,10 +301,11 @@ class AgentSessions:
         session.call, session.answer, session.deadline_s = call, None, None
         return None
 
-    def finish(self, name: str, reward: float | None) -> AgentSession:
+    def finish(self, name: str, reward: float | None, turn_rewards: Sequence[float] = ()) -> AgentSession:
         """End the episode with a reward; None: the reward tasks of the run score it.
 
-        Raises ServiceError before the model's first turn, and if the session has ended in another way.
+        `turn_rewards` are its parts, one for each turn of the model, or empty. Raises ServiceError before the
+        model's first turn, and if the session has ended in another way.
         """
         session = self._get(name, _end_reason(reward))
         if session.end_reason:
@@ -314,9 +316,13 @@ class AgentSessions:
             )
         if reward is None and not self._setup.config.reward_weights:
             raise ServiceError(400, "this run has no reward tasks; post a number")
-        self._end(
-            session, _end_reason(reward), EpisodeEnded(session.episode, session.answer.turn.number, reward)
-        )
+        turn = session.answer.turn.number
+        if turn_rewards and len(turn_rewards) != turn + 1:
+            num = len(turn_rewards)
+            raise ServiceError(400, f"{num} turn_rewards for {plural(turn + 1, 'turn')}; post one for each")
+        if turn_rewards and (reward is None or abs(math.fsum(turn_rewards) - reward) > 1e-6):
+            raise ServiceError(400, f"turn_rewards do not give the reward {reward}; post their sum as reward")
+        self._end(session, _end_reason(reward), EpisodeEnded(session.episode, turn, reward, (*turn_rewards,)))
         return session
 
     def abandon(self, name: str) -> AgentSession:

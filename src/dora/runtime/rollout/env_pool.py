@@ -242,7 +242,7 @@ class EnvPool:
     def _forward(self, reply: EpisodeReply) -> None:
         """Put a reply into the driver's messages. Reward tasks score an episode in place of its rewards."""
         if isinstance(reply, EpisodeEnded) and self._setup.config.reward_weights:
-            reply = replace(reply, reward=None)
+            reply = replace(reply, reward=None, turn_rewards=())
         if isinstance(reply, EpisodeFailed) and not self._has_failed:
             self._has_failed = True
             self._notice(f"first failed episode: {reply.reason}\n{reply.detail}".rstrip())

@@ -53,6 +53,7 @@ from dora.runtime.rollout.engine_pool import EnginePool
 from dora.runtime.rollout.partial_outputs import SavedEpisode
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
+from dora.trainer.advantage import invalid_rewards_reason
 
 
 class EpisodeRunner(Protocol):
@@ -239,7 +240,7 @@ class Episodes:
         if saved is None or not self._can_continue(episode, action):
             self._restart(request)  # an earlier attempt
             saved, episode.num_turns, episode.num_tokens = None, 0, 0
-        self._sample_book.episode_rewards.pop(request, None)
+        self._sample_book.forget_episode_reward(request)
         self._sample_book.failed_episodes.discard(request)
         self._episodes[request] = episode
         runner.start(episode.id, action.version, saved)
@@ -266,9 +267,12 @@ class Episodes:
             case EpisodeBranched(_, turn) if is_awaited and turn == episode.num_turns - 1:
                 episode.branch, episode.is_ending = reply, True
                 self._send(episode, m.EndEpisode(request))
-            case EpisodeEnded(_, turn, reward) if is_awaited and turn == episode.num_turns - 1:
-                if reward is not None:
-                    self._sample_book.episode_rewards[request] = reward
+            case EpisodeEnded(_, turn) if is_awaited and turn == episode.num_turns - 1:
+                if reason := invalid_rewards_reason(reply.turn_rewards):
+                    self._fail(episode, f"turn {reason}")
+                    return
+                if reply.reward is not None:
+                    self._sample_book.set_episode_reward(request, reply.reward, reply.turn_rewards)
                 episode.is_ending = True
                 self._send(episode, m.EndEpisode(request))
 

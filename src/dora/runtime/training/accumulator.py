@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from dora.core.types import GroupId
 from dora.engine.interface import TrainingEngine
 from dora.stream.sample_db import StoredSample
-from dora.trainer.advantage import AdvantageSettings
+from dora.trainer.advantage import AdvantageSettings, Turn
 from dora.trainer.trainer import Sample
 
-ComputeAdvantages = Callable[[Sequence[Sample], Sequence[float]], list[Sample]]
+# Gets the samples of each response, and the rewards of its tokens; returns the samples one after another.
+ComputeAdvantages = Callable[[Sequence[Sequence[Sample]], Sequence[Sequence[float]]], list[Sample]]
+Advantage = float | Sequence[float]  # of a response, or of each of its tokens
 
 
 class Accumulator:
@@ -114,7 +116,8 @@ class Accumulator:
 
     def _add_group(self, step: int, group: GroupId) -> None:
         responses = self._read_group(group)
-        samples = [self._samples(step, s, s.advantage) for s in responses]
+        advantages = self._group_advantages(responses)
+        samples = [self._samples(step, s, a) for s, a in zip(responses, advantages, strict=True)]
         self._trainer.add_samples(self._with_loss(responses, samples))
         self._added.append(group)
 
@@ -124,20 +127,30 @@ class Accumulator:
         rewards = [[s.reward for s in group] for group in batch]
         lengths = [[len(s.token_ids) for s in group] for group in batch]
         shaped = self._advantage_settings.shape_rewards(rewards, lengths)
-        advantages: Sequence[Sequence[float | None]] = [[s.advantage for s in group] for group in batch]
+        advantages: Sequence[Sequence[Advantage | None]]
         if self._compute_advantages is not None:
             advantages = shaped  # placeholders, replaced below
         elif self._advantage_settings.needs_batch:
             num_tokens = [[len(s.logprobs) for s in group] for group in batch]
             advantages = self._advantage_settings.batch_advantages(rewards, lengths, num_tokens)
+        else:
+            advantages = [self._group_advantages(group) for group in batch]
         responses = [stored for group in batch for stored in group]
         flat_advantages = [advantage for group in advantages for advantage in group]
         samples = [self._samples(step, s, a) for s, a in zip(responses, flat_advantages, strict=True)]
         if self._compute_advantages is not None:
-            flat = [sample for own in samples for sample in own]
-            computed = iter(self._compute_advantages(flat, [reward for group in shaped for reward in group]))
+            flat_rewards = [reward for group in shaped for reward in group]
+            by_token = [token_rewards(s, reward) for s, reward in zip(responses, flat_rewards, strict=True)]
+            computed = iter(self._compute_advantages(samples, by_token))
             samples = [[next(computed) for _ in own] for own in samples]
         self._trainer.add_samples(self._with_loss(responses, samples), is_whole_batch=True)
+
+    def _group_advantages(self, group: Sequence[StoredSample]) -> Sequence[Advantage | None]:
+        """The stored advantages, or those that need the turns."""
+        if not self._advantage_settings.needs_turns:
+            return [s.advantage for s in group]
+        rewards, lengths = [s.reward for s in group], [len(s.token_ids) for s in group]
+        return self._advantage_settings.turn_advantages(rewards, lengths, [to_turns(s) for s in group])
 
     def _with_loss(
         self, responses: Sequence[StoredSample], samples: Sequence[Sequence[Sample]]
@@ -147,29 +160,58 @@ class Accumulator:
         self._is_masked += is_masked
         return [s for own, masked in zip(samples, is_masked, strict=True) if not masked for s in own]
 
-    def _samples(self, step: int, stored: StoredSample, advantage: float | None) -> list[Sample]:
+    def _samples(self, step: int, stored: StoredSample, advantage: Advantage | None) -> list[Sample]:
         assert advantage is not None
         is_comparable = self._weight_digest(stored.version) == stored.weight_digest
         samples = to_samples(stored, advantage, step - stored.version, is_comparable)
         has_teachers = self._advantage_settings.teacher_coef > 0
-        return [self._with_teachers(s, advantage) for s in samples] if has_teachers else samples
+        return [self._with_teachers(s) for s in samples] if has_teachers else samples
 
-    def _with_teachers(self, sample: Sample, advantage: float) -> Sample:
+    def _with_teachers(self, sample: Sample) -> Sample:
         """The reference column has the teachers' log-probs."""
         theirs = sample.reference_logprobs
         assert theirs is not None
         self._teacher_kls += [own - other for own, other in zip(sample.logprobs, theirs, strict=True)]
-        advantages = self._advantage_settings.with_teachers(advantage, sample.logprobs, theirs)
+        advantages = self._advantage_settings.with_teachers(sample.advantages, sample.logprobs, theirs)
         return replace(sample, advantage=advantages)
 
 
+def to_turns(stored: StoredSample) -> list[Turn]:
+    """The turns of a response. If only the sum of their rewards is known, the last turn has it."""
+    turns, observed_from = stored.turns, 0
+    result: list[Turn] = []
+    rewards = [*stored.turn_rewards]
+    if len(rewards) != len(turns):
+        rewards = [0.0] * (len(turns) - 1) + [stored.reward]
+    for turn, reward in zip(turns, rewards, strict=True):
+        observation = stored.token_ids[observed_from : turn.start] if result else stored.prompt_ids
+        result.append(Turn(observation.tobytes(), reward, turn.stop - turn.start))
+        observed_from = turn.stop
+    return result
+
+
+def token_rewards(stored: StoredSample, reward: float) -> list[float]:
+    """The rewards of a response's generated tokens: the last token of each turn has that of the turn.
+
+    `reward` is that of the response after reward shaping, whose difference the last token has.
+    """
+    rewards = [0.0] * len(stored.logprobs)
+    end = -1
+    for turn in to_turns(stored):
+        end += turn.num_tokens
+        rewards[end] = turn.reward
+    if rewards:
+        rewards[end] += reward - stored.reward
+    return rewards
+
+
 def to_samples(
-    stored: StoredSample, advantage: float = 0.0, staleness: int = 0, is_comparable: bool = True
+    stored: StoredSample, advantage: Advantage = 0.0, staleness: int = 0, is_comparable: bool = True
 ) -> list[Sample]:
     """Samples for a training engine: one, or one for each sequence of an episode with branches.
 
-    All have the advantage of the episode, and each token of it is in the loss once. The ranks of a trainer
-    get the columns of several from rank 0, because a row of the stream holds them together.
+    `advantage` is that of the episode, or of each token. Each token is in the loss once. The ranks of a
+    trainer get the columns of several from rank 0, because a row of the stream holds them together.
     """
     whole = to_sample(stored, advantage, staleness, is_comparable)
     if not stored.branches:
@@ -190,6 +232,7 @@ def to_samples(
         samples.append(
             replace(
                 whole,
+                advantage=whole.advantage if isinstance(whole.advantage, float) else whole.advantage[part],
                 prompt_ids=[*context, *whole.token_ids[start:first]],
                 token_ids=whole.token_ids[first:stop],
                 loss_mask=None if mask[first:stop].all() else mask[first:stop].tolist(),
@@ -204,7 +247,7 @@ def to_samples(
 
 
 def to_sample(
-    stored: StoredSample, advantage: float = 0.0, staleness: int = 0, is_comparable: bool = True
+    stored: StoredSample, advantage: Advantage = 0.0, staleness: int = 0, is_comparable: bool = True
 ) -> Sample:
     """A sample for a training engine, whose columns are lists; branches are ignored."""
 

@@ -41,7 +41,7 @@ from dora.runtime.process.messages import (
 )
 from dora.runtime.process.resources import use_device
 from dora.runtime.process.worker_process import WorkerInbox, WorkerOutbox
-from dora.runtime.training.accumulator import to_sample, to_samples
+from dora.runtime.training.accumulator import to_samples, token_rewards
 from dora.stream.run_stream import GroupReader
 from dora.stream.sample_db import StoredSample
 from dora.trainer.continuation import load_start
@@ -149,7 +149,7 @@ class CriticWorker(ColumnWorker):
         super().__init__(groups, num_steps_done)
         self._critic, self._num_steps_done = critic, num_steps_done
         self._shape_rewards, self._folder = shape_rewards, folder
-        self._predicted: dict[GroupId, tuple[list[Sample], list[float]]] = {}  # samples and their rewards
+        self._predicted: dict[GroupId, list[tuple[StoredSample, list[Sample]]]] = {}  # with values
 
     def handle(self, message: object) -> CriticUpdated | None:
         match message:
@@ -162,9 +162,11 @@ class CriticWorker(ColumnWorker):
         return None
 
     def _compute(self, group: GroupId, stored: Sequence[StoredSample]) -> Rows:
-        samples = self._critic.predict_values([to_sample(s) for s in stored])
-        self._predicted[group] = samples, [s.reward for s in stored]
-        return [np.array(s.values, np.float32) for s in samples]
+        rows = [to_samples(s) for s in stored]
+        samples = iter(self._critic.predict_values([sample for row in rows for sample in row]))
+        predicted = [(s, [next(samples) for _ in row]) for s, row in zip(stored, rows, strict=True)]
+        self._predicted[group] = predicted
+        return [np.array([v for s in row for v in s.values or ()], np.float32) for _, row in predicted]
 
     def _update(self, groups: Sequence[GroupId]) -> dict[str, float]:
         """Update the critic with the groups in sorted order, in which the trainer adds a whole batch."""
@@ -172,12 +174,14 @@ class CriticWorker(ColumnWorker):
             self.compute_next()
         predicted = [self._predicted.pop(group) for group in sorted(groups)]
         rewards = self._shape_rewards(
-            [rewards for _, rewards in predicted],
-            [[len(s.token_ids) for s in samples] for samples, _ in predicted],
+            [[stored.reward for stored, _ in group] for group in predicted],
+            [[len(stored.token_ids) for stored, _ in group] for group in predicted],
         )
+        responses = [response for group in predicted for response in group]
+        shaped = [reward for group in rewards for reward in group]
         self._critic.compute_advantages(
-            [s for samples, _ in predicted for s in samples],
-            [reward for group in rewards for reward in group],
+            [samples for _, samples in responses],
+            [token_rewards(stored, reward) for (stored, _), reward in zip(responses, shaped, strict=True)],
         )
         metrics = self._critic.update(self._num_steps_done)
         self._critic.end_step()

@@ -188,7 +188,7 @@ def _advantage_function(spec: TrainerSpec, trainer: TrainingEngine) -> ComputeAd
     if isinstance(trainer, Trainer) and trainer.critic is not None:
         return trainer.critic.compute_advantages
     gamma, lam = spec.critic.settings.gamma, spec.critic.settings.lam
-    return lambda samples, rewards: with_advantages(samples, rewards, gamma, lam).samples
+    return lambda responses, rewards: with_advantages(responses, rewards, gamma, lam).samples
 
 
 def _copy_state(trainer: TrainingEngine, spec: TrainerSpec, shards_folder: Path) -> TrainerState:
