@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
+from tests.model.transformers_families import save_tiny
 
+from dora.cli.simulate import model_shape
 from dora.errors import InputError
 from dora.planner.costs import EngineCost, StepTime, TrainerCost
 from dora.planner.hardware import DEVICES, MODELS, Efficiency, get_device, get_model
@@ -77,6 +82,60 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
         get_device("H900")
     with pytest.raises(InputError, match="unknown model 'gpt'; presets: qwen"):
         get_model("gpt")
+
+
+# From the published config.json.
+QWEN25_72B = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+}
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
+
+
+@pytest.mark.parametrize(("raw", "preset"), [(QWEN25_72B, "qwen2.5-72b"), (QWEN3_30B_A3B, "qwen3-30b-a3b")])
+def test_the_sizes_of_a_published_config_are_those_of_the_preset(
+    tmp_path: Path, raw: dict[str, object], preset: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    found, expected = asdict(model_shape(str(tmp_path))), asdict(MODELS[preset])
+    del found["name"], expected["name"]
+    assert found == pytest.approx(expected | {"head_size": 128}, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("family", "kv_values", "num_kv_heads"),
+    [("deepseek_v3", 8 + 4, 1), ("qwen3_next", 2 * 2 * 8 // 2, 2)],  # half of its layers have KV
+)
+def test_latent_caches_and_linear_attention_have_less_kv(
+    tmp_path: Path, family: str, kv_values: int, num_kv_heads: int
+) -> None:
+    save_tiny(family, tmp_path)
+    for weights in tmp_path.glob("*.safetensors"):
+        weights.unlink()
+    shape = model_shape(str(tmp_path))
+    assert (shape.kv_values, shape.num_kv_heads, shape.num_experts) == (kv_values, num_kv_heads, 4)
+    experts = shape.num_expert_parameters
+    assert shape.num_parameters - shape.active_parameters == experts / 2 > 0
 
 
 def test_devices_beyond_the_kv_heads_hold_copies_of_the_kv() -> None:

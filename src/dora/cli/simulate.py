@@ -6,6 +6,7 @@ The options that commands share come first, as types named after the parameter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from dora.errors import InputError
 
 if TYPE_CHECKING:
     from dora.planner.calibrate import RecordedRun
+    from dora.planner.hardware import ModelShape
     from dora.planner.lengths import LengthDistribution
 
 # One for each panel of the help.
@@ -27,7 +29,10 @@ _layout = partial(typer.Option, rich_help_panel="Layout")
 _output = partial(typer.Option, rich_help_panel="Output")
 PROMPT_LENGTH = 110  # tokens, without another source
 
-Model = Annotated[str, _workload(help="Name of a preset; an unknown name lists them.")]
+Model = Annotated[
+    str,
+    _workload(help="Folder with the model's config.json, or a preset; an unknown name lists the presets."),
+]
 BatchSize = Annotated[int, _workload(help="Groups per training step.")]
 GroupSize = Annotated[int, _workload(help="Answers per group.")]
 Context = Annotated[int, _workload(help="Maximum context of the model (tokens).")]
@@ -183,14 +188,14 @@ def run(
     """Compare forecasts of update policies on hardware that is described by data sheets."""
     from dora.planner.cluster import Layout, Workload
     from dora.planner.commands import Plots, make_layouts, simulate_layouts
-    from dora.planner.hardware import get_device, get_model, parse_fleet
+    from dora.planner.hardware import get_device, parse_fleet
 
     lengths = _make_lengths(
         limit, mean, family, tail, trace, column, prompt, prompt_column,
         correlation=correlation, growth=growth, num_turns=turns, turn_delay_s=turn_delay,
     )  # fmt: skip
     workload = Workload(
-        get_model(model), lengths, batch_size, group_size,
+        model_shape(model), lengths, batch_size, group_size,
         context=context, reward_s=reward, expert_skew=expert_skew,
     )  # fmt: skip
     num_train = num_train if num_train is not None else (num_devices + 1) // 2
@@ -284,7 +289,7 @@ def plan(
     from dora.planner import commands
     from dora.planner.calibrate import forecast_all
     from dora.planner.cluster import Workload
-    from dora.planner.hardware import get_device, get_model
+    from dora.planner.hardware import get_device
     from dora.planner.search import SearchProblem
 
     lengths = _make_lengths(
@@ -292,7 +297,7 @@ def plan(
         correlation=correlation, growth=growth, num_turns=turns, turn_delay_s=turn_delay,
     )  # fmt: skip
     workload = Workload(
-        get_model(model), lengths, batch_size, group_size,
+        model_shape(model), lengths, batch_size, group_size,
         context=context, reward_s=reward, expert_skew=expert_skew,
     )  # fmt: skip
     problem = SearchProblem(
@@ -304,6 +309,46 @@ def plan(
     elif checked_runs:
         raise typer.BadParameter("--check needs costs that are fitted to another run: name it with --run")
     commands.plan(problem, max_simulated, top, json, forecasts)
+
+
+def model_shape(name: str) -> ModelShape:
+    """The sizes of a preset, or of a model whose folder has only a `config.json`.
+
+    Raises InputError for an unknown name, and for a model that DORA-RL cannot train.
+    """
+    from dora.planner.hardware import MODELS, ModelShape, get_model
+
+    folder = Path(name)
+    if name in MODELS or not folder.is_dir():
+        return get_model(name)
+    from dora.model.pretrained import load_config
+    from dora.model.weights import parameter_shapes
+
+    config = load_config(folder)
+    sizes = {tensor: math.prod(shape) for tensor, shape in parameter_shapes(config).items()}
+    total, experts = sum(sizes.values()), sum(n for tensor, n in sizes.items() if ".experts." in tensor)
+    share = config.num_experts_per_tok / config.num_experts if config.num_experts else 0.0
+    content = config.to_dict()
+    text = content.get("text_config") or content
+    kinds = text.get("layer_types") or ["full_attention"]
+    has_kv = sum("linear" not in kind for kind in kinds) / len(kinds)  # linear attention has a fixed state
+    kv_values, num_kv_heads = 2 * config.num_key_value_heads * config.head_dim, config.num_key_value_heads
+    if text.get("kv_lora_rank"):  # multi-head latent attention
+        kv_values, num_kv_heads = text["kv_lora_rank"] + text["qk_rope_head_dim"], 1
+    return ModelShape(
+        folder.resolve().name,
+        float(total),
+        config.num_hidden_layers,
+        config.hidden_size,
+        round(kv_values * has_kv),
+        config.num_attention_heads,
+        num_kv_heads,
+        total - experts * (1 - share) if experts else 0.0,
+        float(experts),
+        config.num_experts if experts else 0,
+        config.num_experts_per_tok if experts else 0,
+        config.head_dim,
+    )
 
 
 def read_runs(paths: Iterable[Path]) -> dict[str, RecordedRun]:

@@ -142,5 +142,7 @@ MODELS: dict[str, ModelShape] = {
 def get_model(name: str) -> ModelShape:
     """A preset by its name. Raises InputError if there is none."""
     if name not in MODELS:
-        raise InputError(f"unknown model {name!r}; presets: {', '.join(MODELS)}")
+        raise InputError(
+            f"unknown model {name!r}; presets: {', '.join(MODELS)}; or name a folder with a config.json"
+        )
     return MODELS[name]
