@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 
 import pytest
+from tests.runtime.tiny import write_task
 
-from dora.errors import RunError
+from dora.config import load
+from dora.errors import ConfigError, RunError
+from dora.runtime.run_setup import check_own_functions
 from dora.trainer.advantage import (
     MAX_REWARD,
     AdvantageSettings,
@@ -185,6 +189,37 @@ def test_rewards_out_of_range_are_invalid() -> None:
 def test_the_advantage_of_a_token_under_teachers_is_their_logprob_less_the_policys() -> None:
     settings = AdvantageSettings(teacher_coef=0.5, reward_coef=2.0)
     assert settings.with_teachers([3.0, 4.0], [-1.0, -2.0], [-3.0, -1.0]) == [-1.0 + 6.0, 0.5 + 8.0]
+
+
+TURN_ESTIMATORS = """
+def to_go(rewards, turns):
+    return [[sum(turn.reward for turn in own[k:]) for k in range(len(own))] for own in turns]
+
+def by_episode(rewards, turns, num_tokens):
+    return [[reward / length] for reward, length in zip(rewards, num_tokens)]
+"""
+
+
+def test_an_estimator_of_ones_own_may_give_each_turn_an_advantage(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(TURN_ESTIMATORS)
+    settings = AdvantageSettings(f"{tmp_path}/own.py:to_go", 10, overlong_buffer_tokens=2)
+    turns = [[Turn("a", 0.5, 2), Turn("b", 1.0, 1)], [Turn("a", 1.0, 1)]]
+    assert settings.group_advantages([1.5, 1.0], [5, 10]) == [None, None]
+    assert settings.turn_advantages([1.5, 1.0], [5, 10], turns) == [[1.5, 1.5, 1.0], [0.0]]
+    wrong = AdvantageSettings(f"{tmp_path}/own.py:by_episode", 10)
+    words = "correct it to return a list per response, with a finite number per turn"
+    with pytest.raises(RunError, match=words):
+        wrong.turn_advantages([1.5, 1.0], [5, 10], turns)
+
+
+def test_a_run_calls_an_estimator_with_turns_before_it_starts(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(TURN_ESTIMATORS)
+    task = write_task(tmp_path)
+    for function, is_valid in (("to_go", True), ("by_episode", False)):
+        config = load.read_config(task, [f"algorithm.adv_estimator={tmp_path}/own.py:{function}"])
+        refused = pytest.raises(ConfigError, match="correct it to return a list per response")
+        with contextlib.nullcontext() if is_valid else refused:
+            check_own_functions(config)
 
 
 def test_an_estimator_of_ones_own_gets_the_shaped_rewards_of_one_group() -> None:

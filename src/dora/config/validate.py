@@ -453,7 +453,6 @@ def _check_trainer_backend(config: Config) -> None:
         "trainer.offload_optimizer = true": config.trainer.offload_optimizer,
         "engine.exact_logprobs = true": config.engine.exact_logprobs,
         "algorithm.adv_estimator = gae": _uses_critic(config),
-        "algorithm.adv_estimator = gigpo": config.algorithm.adv_estimator == "gigpo",
         "trainer.aux_workers": bool(config.trainer.aux_workers),
         "trainer.continue_from": config.trainer.continue_from is not None,
         f"trainer.model = {config.trainer.model}": config.trainer.model != "auto",

@@ -48,7 +48,7 @@ from dora.runtime.process.messages import CriticSpec, EngineSpec, TeacherSpec, T
 from dora.runtime.process.resources import DeviceAssignment, is_gpu
 from dora.stream.storage import SEGMENT_BYTES
 from dora.text import plural, size
-from dora.trainer.advantage import own_advantages
+from dora.trainer.advantage import Turn, own_advantages, own_turn_advantages, takes_turns
 from dora.trainer.continuation import check_start
 from dora.trainer.critic import CriticSettings, value_layout
 from dora.trainer.lora import LoraSettings
@@ -126,8 +126,13 @@ def check_own_functions(config: Config) -> None:
     algorithm = config.algorithm
     if is_own(algorithm.adv_estimator):
         rewards = [float(sibling % 2) for sibling in range(config.sampling.group_size)]
+        lengths = [*range(1, len(rewards) + 1)]
         try:
-            own_advantages(algorithm.adv_estimator, rewards, [*range(1, len(rewards) + 1)])
+            if takes_turns(algorithm.adv_estimator):
+                turns = [[Turn(b"", 0.0, 1), Turn(b"1", reward, 1)] for reward in rewards]
+                own_turn_advantages(algorithm.adv_estimator, rewards, lengths, turns)
+            else:
+                own_advantages(algorithm.adv_estimator, rewards, lengths)
         except RunError as error:
             raise ConfigError(f"{error}") from error
     if is_own(algorithm.policy_loss):

@@ -12,8 +12,9 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from dora.errors import ConfigError, RunError
 from dora.loading import describe_call, load_attribute
@@ -23,10 +24,14 @@ ESTIMATOR_KEY = "algorithm.adv_estimator"
 MAX_REWARD = 1e6  # absolute value; above it, sums and squares of rewards and gradients lose their precision
 
 Rewards = Sequence[float]
+T = TypeVar("T")
 
 
 class Turn(NamedTuple):
-    """A turn of the policy: the observation before it, its reward, and how many tokens it has."""
+    """A turn of the policy: the observation before it, its reward, and how many tokens it has.
+
+    Two observations are equal if their tokens are; the first turn follows the prompt.
+    """
 
     observation: Hashable
     reward: float
@@ -63,7 +68,7 @@ class AdvantageSettings:
     @property
     def needs_turns(self) -> bool:
         """Whether each turn has an advantage of its own: see `turn_advantages`."""
-        return self.adv_estimator == "gigpo" and not self.is_paired
+        return (self.adv_estimator == "gigpo" or takes_turns(self.adv_estimator)) and not self.is_paired
 
     def group_advantages(self, rewards: Rewards, lengths: Sequence[int]) -> Sequence[float | None]:
         """Advantages of one group's responses; None for each if the estimator needs more than rewards."""
@@ -74,13 +79,16 @@ class AdvantageSettings:
     def turn_advantages(
         self, rewards: Rewards, lengths: Sequence[int], turns: Sequence[Sequence[Turn]]
     ) -> list[list[float]]:
-        """Advantages of the tokens of one group's responses, by `gigpo`; the last turn has the penalty."""
+        """Advantages of the tokens of one group's responses, from their turns; the last has the penalty."""
         (shaped,) = self.shape_rewards([rewards], [lengths])
         penalized = [
             [*own[:-1], own[-1]._replace(reward=own[-1].reward + after - before)]
             for own, after, before in zip(turns, shaped, rewards, strict=True)
         ]
-        advantages = gigpo_advantages(shaped, penalized, self.gamma, self.step_advantage_w)
+        if is_own(self.adv_estimator):
+            advantages = own_turn_advantages(self.adv_estimator, shaped, lengths, penalized)
+        else:
+            advantages = gigpo_advantages(shaped, penalized, self.gamma, self.step_advantage_w)
         return [
             [advantage for advantage, turn in zip(own, of, strict=True) for _ in range(turn.num_tokens)]
             for own, of in zip(advantages, turns, strict=True)
@@ -230,13 +238,18 @@ _GROUP_ESTIMATORS: Mapping[str, Callable[[Rewards], list[float]]] = MappingProxy
 
 
 @cache
-def _own_estimator(name: str) -> tuple[Callable[..., Sequence[float]], bool]:
-    """The user's function, and whether it takes the lengths of the responses."""
+def _own_estimator(name: str) -> tuple[Callable[..., Sequence[Any]], frozenset[str]]:
+    """The user's function, and which of `num_tokens` and `turns` it takes."""
     function = load_attribute(name, ESTIMATOR_KEY, ConfigError)
     try:
-        return function, "num_tokens" in inspect.signature(function).parameters
+        return function, frozenset({"num_tokens", "turns"} & {*inspect.signature(function).parameters})
     except ValueError:  # written in C
-        return function, False
+        return function, frozenset()
+
+
+def takes_turns(estimator: str) -> bool:
+    """Whether a user's function gives each turn an advantage. Raises ConfigError if it cannot be loaded."""
+    return is_own(estimator) and "turns" in _own_estimator(estimator)[1]
 
 
 def own_advantages(name: str, rewards: Rewards, num_tokens: Sequence[int]) -> list[float]:
@@ -245,19 +258,40 @@ def own_advantages(name: str, rewards: Rewards, num_tokens: Sequence[int]) -> li
     The function gets the group's rewards as a list, and their lengths if it has the parameter `num_tokens`.
     It returns as many finite numbers. Raises ConfigError if it cannot be loaded, RunError if it fails.
     """
-    own, takes_lengths = _own_estimator(name)
-    problem = f"{ESTIMATOR_KEY} = {name!r}: for the rewards {[*rewards]} it"
+    advantages = _call_own(name, float, rewards, num_tokens=[*num_tokens])
+    if len(advantages) != len(rewards) or not all(map(math.isfinite, advantages)):
+        raise _wrong_result(name, rewards, advantages, "a finite number per response")
+    return advantages
+
+
+def own_turn_advantages(
+    name: str, rewards: Rewards, num_tokens: Sequence[int], turns: Sequence[Sequence[Turn]]
+) -> list[list[float]]:
+    """As `own_advantages`, by a function with the parameter `turns`: a list of advantages per response."""
+    columns = {"num_tokens": [*num_tokens], "turns": [[*own] for own in turns]}
+    advantages = _call_own(name, lambda own: [*map(float, own)], rewards, **columns)
+    is_finite = all(map(math.isfinite, chain.from_iterable(advantages)))
+    if [*map(len, advantages)] != [*map(len, turns)] or not is_finite:
+        raise _wrong_result(name, rewards, advantages, "a list per response, with a finite number per turn")
+    return advantages
+
+
+def _call_own(name: str, convert: Callable[[Any], T], rewards: Rewards, **columns: object) -> list[T]:
+    own, taken = _own_estimator(name)
     try:
-        returned = own([*rewards], num_tokens=[*num_tokens]) if takes_lengths else own([*rewards])
-        advantages = [float(advantage) for advantage in returned]
+        returned = own([*rewards], **{column: columns[column] for column in taken})
+        return [convert(value) for value in returned]
     except Exception as error:
         raise RunError(
-            f"{problem} raised {describe_call(name, error)}; correct it. It is called with a list of rewards"
-            f"{', and num_tokens' if takes_lengths else ''}"
+            f"{ESTIMATOR_KEY} = {name!r}: for the rewards {[*rewards]} it raised "
+            f"{describe_call(name, error)}; correct it. It is called with a list of rewards"
+            f"{''.join(f', and {column}' for column in sorted(taken))}"
         ) from error
-    if len(advantages) != len(rewards) or not all(map(math.isfinite, advantages)):
-        raise RunError(f"{problem} returned {returned}; correct it to return a finite number per response")
-    return advantages
+
+
+def _wrong_result(name: str, rewards: Rewards, returned: object, expected: str) -> RunError:
+    problem = f"{ESTIMATOR_KEY} = {name!r}: for the rewards {[*rewards]} it returned {returned}"
+    return RunError(f"{problem}; correct it to return {expected}")
 
 
 def compute_advantages(
