@@ -31,8 +31,12 @@ def run(tmp_path: Path) -> Path:
     for request in (RequestId(0, row, k) for row in range(2) for k in range(2)):
         tokens = [10 * request.row + request.sibling, 5, 6]
         found = Trajectory(request, 0, "d", [1, 2], tokens, [-0.5] * 3, loss_mask=MASK)
-        store.put(found._replace(segments=[(0, 1), (1, 2)] if request.sibling else None))
-    store.score(GroupId(0, 0), [0.0, 1.0], [-1.0, 1.0])
+        if request.sibling:
+            found = found._replace(
+                segments=[(0, 1), (1, 2)], finish_reason="length", turn_rewards=[0.25, 0.75]
+            )
+        store.put(found)
+    store.score(GroupId(0, 0), [0.0, 1.0], [-1.0, 1.0], {"right": [0.0, 1.0], "short": [0.5, 0.0]})
     store.set_state([GroupId(0, 0)], "trained", 4)
     store.close()
     return run
@@ -56,7 +60,10 @@ def test_jsonl_has_a_line_for_each_response(run: Path, capsys: Captured) -> None
         "step": 5,
         "reward": 1.0,
         "advantage": 1.0,
+        "task_rewards": {"right": 1.0, "short": 0.0},
+        "turn_rewards": [0.25, 0.75],
         "tokens": 3,
+        "finish_reason": "length",
         "segments": [[0, 1], [1, 2]],
         "prompt": "1 2",
         "prompt_turns": [{"role": None, "text": "1 2"}],
@@ -68,7 +75,9 @@ def test_jsonl_has_a_line_for_each_response(run: Path, capsys: Captured) -> None
 def test_the_last_groups_are_printed_as_text(run: Path, capsys: Captured) -> None:
     text = printed(capsys, "samples", run, "--last", 1)
     assert text.startswith("group 0/0: version 0, trained in step 5\n\n    1 2\n")
-    assert "response 0/0/1: reward 1, advantage 1, 3 tokens (1 of version 0, 2 of version 1)" in text
+    assert "response 0/0/0: reward 0 (right 0, short 0.5), advantage -1, 3 tokens\n" in text
+    tokens = "3 tokens (1 of version 0, 2 of version 1), cut at the maximum length"
+    assert f"response 0/0/1: reward 1 (right 1, short 0), advantage 1, {tokens}\n" in text
     assert "    [environment]\n    5\n" in text
     assert "group 0/1: version 0, finished\n" in printed(capsys, "samples", run)
 

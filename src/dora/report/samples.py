@@ -125,12 +125,14 @@ def read_texts(
 def _read_group(
     store: sqlite3.Connection, group: GroupId, tags: Sequence[str], text: Callable[[bytes], str]
 ) -> dict[str, Any]:
+    present = {row[1] for row in store.execute("pragma table_info(samples)")}
+    later = [name if name in present else "null" for name in ("finish_reason", "turn_rewards")]
     rows = store.execute(
-        "select sibling, version, state, trained_step, reward, advantage, prompt_ids, token_ids, loss_mask, "
-        "segments from samples where group_id = ? order by sibling",
+        "select version, state, trained_step, prompt_ids, sibling, token_ids, loss_mask, reward, advantage, "
+        f"segments, task_rewards, {', '.join(later)} from samples where group_id = ? order by sibling",
         (str(group),),
     ).fetchall()
-    _, version, state, step, *_, prompt, _, _, _ = rows[0]
+    version, state, step, prompt, *_ = rows[0]
     return {
         "group": str(group),
         "version": version,
@@ -143,7 +145,8 @@ def _read_group(
 
 
 def _response(row: Sequence[Any], text: Callable[[bytes], str]) -> dict[str, Any]:
-    sibling, version, _, _, reward, advantage, _, tokens, mask, segments = row
+    version, _, _, _, sibling, tokens, mask, reward, advantage, *in_json, finish_reason, turn_rewards = row
+    segments, task_rewards = (json.loads(text) if text else None for text in in_json)
     parts = [
         [text(tokens[4 * at : 4 * end]), is_sampled] for at, end, is_sampled in _runs(mask, len(tokens) // 4)
     ]
@@ -152,9 +155,12 @@ def _response(row: Sequence[Any], text: Callable[[bytes], str]) -> dict[str, Any
         "version": version,
         "reward": reward,
         "advantage": advantage,
+        "task_rewards": task_rewards,
+        "turn_rewards": json.loads(turn_rewards) if turn_rewards else None,
         "tokens": len(tokens) // 4,
+        "finish_reason": finish_reason,
         "parts": parts,
-        "segments": json.loads(segments) if segments else None,
+        "segments": segments,
     }
 
 
@@ -300,11 +306,20 @@ def _turn(role: str | None, text: str) -> str:
 
 
 def _describe(response: Mapping[str, Any]) -> str:
-    """Reward, advantage, length, and the versions of a response that has several."""
+    """The reward with its parts, advantage, length, the versions of a response that has several, and the end
+    of one that was cut.
+    """
     numbers = ((name, response[name]) for name in ("reward", "advantage"))
     known = [f"{name} {value:.4g}" for name, value in numbers if value is not None]
+    by_task = ", ".join(f"{name} {value:.4g}" for name, value in (response["task_rewards"] or {}).items())
+    by_turn = ", ".join(f"{value:.4g}" for value in response["turn_rewards"] or ())
+    if known and (by_task or by_turn):
+        known[0] += f" ({by_task or f'of the turns: {by_turn}'})"
     segments = ", ".join(f"{num} of version {version}" for version, num in response["segments"] or ())
-    return ", ".join([*known, f"{response['tokens']} tokens{f' ({segments})' if segments else ''}"])
+    known.append(f"{response['tokens']} tokens{f' ({segments})' if segments else ''}")
+    return ", ".join(
+        [*known, "cut at the maximum length"] if response["finish_reason"] == "length" else known
+    )
 
 
 def _role(is_model: int) -> str:

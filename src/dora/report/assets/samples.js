@@ -117,7 +117,8 @@ function responseElement(group, response) {
     : `version ${response.version}`;
   const figures = [
     `reward ${number(response.reward, 3)}`, response.advantage === null ? null : `advantage ${number(response.advantage, 3)}`,
-    plural(response.tokens, "token"), versions,
+    response.turn_rewards && `rewards of turns ${response.turn_rewards.map((reward) => number(reward, 3)).join(", ")}`,
+    plural(response.tokens, "token"), response.finish_reason === "length" ? "cut at the maximum length" : null, versions,
   ].filter(Boolean).join(" · ");
   const colour = versionColour(response.version);
   return h("div", { class: "response", style: `border-color:${colour}` },
