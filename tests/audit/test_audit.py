@@ -347,15 +347,24 @@ def test_rewards_by_task_that_cannot_be_read_are_found(finished_run: Path, tmp_p
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "rewards by turn that cannot be read"),
-        ("5", "rewards by turn that cannot be read"),
+        ("{", "has the rewards { by turn, which do not give its reward"),
+        ("5", "which do not give its reward"),
+        ('{"1": 2}', "which do not give its reward"),
         ("[0.25, 9.0]", "which do not give its reward"),
+        ("[Infinity, -Infinity]", "which do not give its reward"),
+        ("[1e308, 1e308]", "which do not give its reward"),
     ],
 )
 def test_wrong_rewards_by_turn_are_found(finished_run: Path, tmp_path: Path, text: str, words: str) -> None:
     change = f"update samples set turn_rewards = '{text}' {ONE}"
     result = audit.check(edited_samples(finished_run, tmp_path / "run", change))
     assert any(words in finding for finding in result.findings)
+
+
+def test_a_reward_for_a_turn_that_does_not_exist_is_found(finished_run: Path, tmp_path: Path) -> None:
+    change = f"update samples set turn_rewards = format('[%!.17g, 0.0]', reward) {ONE}"
+    result = audit.check(edited_samples(finished_run, tmp_path / "run", change))
+    assert any("has 2 rewards by turn for 1 turn" in finding for finding in result.findings)
 
 
 def test_the_guarantees_have_separate_verdicts(finished_run: Path, tmp_path: Path) -> None:

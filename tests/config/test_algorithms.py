@@ -244,7 +244,6 @@ def combinations() -> list[str]:
 def test_the_documented_combinations_are_valid(file: Path, tables: str) -> None:
     given = tomllib.loads(tables)
     overrides = [f"{name}.{key}={value}" for name, keys in given.items() for key, value in keys.items()]
-    overrides += ["service.agents=true"] if "gigpo" in tables else []
     config = read_config(file, [text.replace("=True", "=true") for text in overrides])
     for name, keys in given.items():
         assert {key: getattr(getattr(config, name), key) for key in keys} == keys

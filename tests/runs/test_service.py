@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.runs.conftest import StartRun
-from tests.runtime.running import CommandResult, Run, dora, journal, summary, wait_until_gone
+from tests.runtime.running import CommandResult, Run, dora, journal, metrics, query, summary, wait_until_gone
 
 from dora.audit import audit, logprob_recheck
 from dora.errors import ServiceError
@@ -55,14 +55,23 @@ async def run_agent(client: AsyncClient, results: Counter[str], number: int) -> 
                 messages[-1] = {"role": "tool", "content": "8;"}
                 second = await client.complete(session, messages)
                 results["branches"] += 1
-            await client.post_reward(session, float(second["choices"][0]["message"]["content"].count("7")))
+            reward = float(second["choices"][0]["message"]["content"].count("7"))
+            first_turns = [0.5] if number % 2 == 0 else [0.5, -0.5]
+            await client.post_reward(session, reward, [*first_turns, reward - sum(first_turns)])
             results["rewarded"] += 1
         except ServiceError as error:
             results[f"{error.status}"] += 1
 
 
-async def test_a_run_with_agents_survives_the_loss_of_an_agent_and_an_engine(start_run: StartRun) -> None:
+CRITIC: dict[str, object] = {"algorithm__adv_estimator": "gae", "trainer__aux_workers": "['critic']"}
+
+
+@pytest.mark.parametrize("objective", [{"algorithm__adv_estimator": "gigpo"}, CRITIC])
+async def test_a_run_with_agents_survives_the_loss_of_an_agent_and_an_engine(
+    start_run: StartRun, objective: dict[str, object]
+) -> None:
     run = start_run(
+        **objective,
         command="serve",
         run__steps=6,
         sampling__max_turn_length=4,
@@ -85,6 +94,9 @@ async def test_a_run_with_agents_survives_the_loss_of_an_agent_and_an_engine(sta
     assert found["retried_requests"] >= 1
     assert results["rewarded"] >= 6 * 2 * 2
     assert results["branches"] > 0
+    assert sum(step["actor/grad_norm"] for step in metrics(run.out)) > 0
+    turns = "select distinct json_array_length(turn_rewards) from samples order by 1"
+    assert query(run.out, turns) == [(2,), (3,)]
     audited = audit.check(run.out)
     assert (audited.findings, audited.stored.num_branches > 0) == ((), True)
     rechecked = logprob_recheck.check(run.out, 1000)

@@ -92,12 +92,12 @@ async def test_an_asynchronous_client_runs_an_episode(served: FakeRun) -> None:
         served.process()
         answer = (await completing)["choices"][0]["message"]["content"]
         assert (await run.get_session(session))["num_turns"] == 1
-        await run.post_reward(session, float(answer))
+        await run.post_reward(session, float(answer), [float(answer)])
         async for status in run.progress(interval_s=0.0):
             assert status["num_steps"] == 4
             served.orchestrator.snapshot().num_trained += served.setup.limits.batch_size
         assert (status["num_steps_trained"], float(answer)) == (4, 7.0)
-    assert served.replies()[-1] == EpisodeEnded(episode, 0, 7.0)
+    assert served.replies()[-1] == EpisodeEnded(episode, 0, 7.0, (7.0,))
 
 
 def test_a_request_that_finds_nothing_is_retried_until_the_timeout(served: FakeRun) -> None:

@@ -163,6 +163,7 @@ def test_a_batch_is_sent_group_by_group_as_it_is_committed(run: ExternalRun) -> 
     second, end = json_lines(run.call("GET", "/v1/batches/0", params={"after": 1}))
     assert (second["group"], second["fields"]["version"]) == ("0/1", [0, 0])
     assert second["fields"]["finish_reason"] == [None, None]
+    assert second["fields"]["turn_rewards"] == [[], []]
     assert end == {"is_complete": True, "num_groups": 2}
     assert (
         len(json_lines(run.call("GET", "/v1/batches/0"))) == 3

@@ -21,6 +21,7 @@ from dora.stream.storage import SegmentWriter
 
 GROUPS = [GroupId(1, row) for row in range(4)]
 REASONS = ("length", None)
+TURN_REWARDS = [[0.1, 0.9], []]  # exact in 64 bits
 ROUTES = np.arange(4 * 6, dtype=np.int16).reshape(4, 6)
 
 
@@ -39,7 +40,7 @@ class StreamedRun:
             routes = ROUTES if sibling == 0 else None
             request = RequestId(*group, sibling)
             found = Trajectory(request, 5, "digest", [1, 2, 3], tokens, [-0.5] * len(tokens), routes)
-            self.store.put(found._replace(finish_reason=REASONS[sibling]))
+            self.store.put(found._replace(finish_reason=REASONS[sibling], turn_rewards=TURN_REWARDS[sibling]))
 
     def score(self, group: GroupId, advantages: Sequence[float | None] = (0.5, -0.5)) -> None:
         self.store.score(group, (1.0, 0.25), advantages)
@@ -96,6 +97,7 @@ def test_a_group_reaches_the_trainer_unchanged(run: StreamedRun) -> None:
     np.testing.assert_array_equal(first.routes, ROUTES)
     assert second.routes is None
     assert [(s.finish_reason, s.is_truncated) for s in (first, second)] == [("length", True), (None, False)]
+    assert [first.turn_rewards, second.turn_rewards] == TURN_REWARDS
     assert numbers([first, second]) == [(2, 1.0, 0.5), (3, 0.25, None)]
     assert numbers(run.reader.read_group(GROUPS[0])) == numbers([first, second])  # a repeated step
 

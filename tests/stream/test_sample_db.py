@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dora.core.types import GroupId, RequestId
-from dora.stream.sample_db import SampleStore, Trajectory
+from dora.stream.sample_db import LATER_COLUMNS, SampleStore, Trajectory
 
 GROUP = GroupId(2, 7)
 READ = """
@@ -98,18 +98,21 @@ def test_routes_have_one_row_for_each_token_but_the_last(store: SampleStore) -> 
     np.testing.assert_array_equal(samples[1].routes, routes.reshape(4, 6))
 
 
-def test_a_store_of_an_earlier_version_gets_the_column_of_finish_reasons(tmp_path: Path) -> None:
+def test_a_store_of_an_earlier_version_gets_the_later_columns(tmp_path: Path) -> None:
     path = tmp_path / "samples.sqlite"
     earlier = SampleStore(path)
     earlier.put(trajectory(0))
     earlier.close()
     connection = sqlite3.connect(path)
-    connection.execute("alter table samples drop column finish_reason")
+    for column in LATER_COLUMNS:
+        connection.execute(f"alter table samples drop column {column}")
     connection.close()
     store = SampleStore(path)
-    store.put(trajectory(1)._replace(finish_reason="length"))
+    store.put(trajectory(1)._replace(finish_reason="length", turn_rewards=[0.5]))
     store.commit()
-    assert [sample.finish_reason for sample in Subscriber(store).trajectories] == [None, "length"]
+    first, second = Subscriber(store).trajectories
+    assert (first.finish_reason, [*first.turn_rewards]) == (None, [])
+    assert (second.finish_reason, [*second.turn_rewards]) == ("length", [0.5])
     store.close()
 
 

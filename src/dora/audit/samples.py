@@ -23,7 +23,7 @@ from dora.core.events import Event, GroupScored, RequestFinished
 from dora.core.types import FIRST_IMAGE_ID
 from dora.errors import ConfigError, RunError
 from dora.journal.reader import open_sample_store
-from dora.stream.sample_db import LATER_COLUMNS, PAYLOAD, payload_digest, read_branches
+from dora.stream.sample_db import LATER_COLUMNS, PAYLOAD, is_sum_of_turns, payload_digest, read_branches
 from dora.text import plural
 
 FINISH_REASONS = ("stop", "length", "turn_length")
@@ -251,7 +251,7 @@ class SampleAudit:
         except (AttributeError, TypeError, ValueError):
             self.findings.append(f"{name} has rewards by task that cannot be read: {row.task_rewards!r}")
             return
-        self._check_turn_rewards(name, row.turn_rewards, reward)
+        self._check_turn_rewards(name, row, reward)
         if not parts or self._config is None:
             return
         weights = self._config.reward_weights
@@ -261,16 +261,19 @@ class SampleAudit:
             f"{name} has the rewards {parts} by task, which do not give its reward {reward}",
         )
 
-    def _check_turn_rewards(self, name: str, column: str | None, reward: float) -> None:
-        try:
-            turn_rewards = [float(own) for own in json.loads(column or "null") or [reward]]
-        except (TypeError, ValueError):
-            self.findings.append(f"{name} has rewards by turn that cannot be read: {column!r}")
+    def _check_turn_rewards(self, name: str, row: AuditedSample, reward: float) -> None:
+        if row.turn_rewards is None:
             return
-        self._check(
-            _is_close(math.fsum(turn_rewards), reward),
-            f"{name} has the rewards {turn_rewards} by turn, which do not give its reward {reward}",
-        )
+        try:
+            found = json.loads(row.turn_rewards)
+            is_sum = isinstance(found, list) and is_sum_of_turns(found, reward)
+        except (TypeError, ValueError, OverflowError):
+            is_sum, found = False, row.turn_rewards
+        self._check(is_sum, f"{name} has the rewards {found} by turn, which do not give its reward {reward}")
+        if is_sum and row.branches is None:  # each turn ends where an observation begins, or at the end
+            num_turns = np.count_nonzero(np.diff(row.loss_mask, append=0)[row.loss_mask == 1]) or 1
+            of_turns = f"{plural(len(found), 'reward')} by turn for {plural(int(num_turns), 'turn')}"
+            self._check(len(found) == num_turns, f"{name} has {of_turns}")
 
 
 def _is_close(stored: float | None, expected: float | None) -> bool:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -131,6 +131,11 @@ def answer_source(chunks: Sequence[Chunk]) -> tuple[int, str, list[tuple[int, in
     return chunks[0].version, DIGEST_SEPARATOR.join(c.digest for c in chunks), segments
 
 
+def is_sum_of_turns(turn_rewards: Sequence[float], reward: float) -> bool:
+    """Whether the rewards of an episode's turns give its reward, up to the rounding of float32."""
+    return math.isclose(math.fsum(turn_rewards), reward, rel_tol=1e-6, abs_tol=1e-6)
+
+
 class StoredSample(NamedTuple):
     """A scored trajectory as the trainer reads it; `advantage` is None where it needs the whole batch.
 
@@ -165,17 +170,6 @@ class StoredSample(NamedTuple):
     def sequences(self) -> list[TokenSequence]:
         """The sequences of the response; see `split_branches`."""
         return split_branches(self.prompt_ids, self.token_ids, self.branches or ())
-
-    @property
-    def turns(self) -> list[slice]:
-        """The tokens of the response that the policy generated, turn by turn."""
-        mask = np.ones(len(self.token_ids), np.uint8) if self.loss_mask is None else self.loss_mask
-        starts = [0, *(branch.start - len(self.prompt_ids) for branch in self.branches or ()), len(mask)]
-        return [
-            slice(start + int(first), start + int(stop))
-            for start, end in pairwise(starts)
-            for first, stop in np.flatnonzero(np.diff(mask[start:end], prepend=0, append=0)).reshape(-1, 2)
-        ]
 
 
 class HeldOutResponse(NamedTuple):
@@ -224,8 +218,8 @@ class SampleStore:
         self._db.execute("pragma journal_mode = wal")
         self._db.execute(f"pragma synchronous = {'full' if fsync else 'off'}")
         self._db.execute(_SCHEMA)
-        columns = {row[1] for row in self._db.execute("pragma table_info(samples)")}
-        for name in {*LATER_COLUMNS} - columns:
+        present = {row[1] for row in self._db.execute("pragma table_info(samples)")}
+        for name in (name for name in LATER_COLUMNS if name not in present):
             self._db.execute(f"alter table samples add column {name} text")
         self._in_transaction = False
         self._has_payload = False  # written in this transaction; the next event may name it

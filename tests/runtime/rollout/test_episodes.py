@@ -251,6 +251,15 @@ def test_the_rewards_of_turns_are_stored_with_the_sample(driver: Driver) -> None
     assert driver.runner.released[0] == episode
 
 
+def test_an_episode_that_starts_again_forgets_the_rewards_of_its_turns(driver: Driver) -> None:
+    driver.start(FIRST)
+    driver.reply(EpisodeEnded(driver.generate_turn(), 0, 0.75, (0.75,)))
+    driver.sample_book.forget_episode_reward(FIRST)
+    driver.finish(FIRST)
+    ((sample, *_),) = driver.samples._rows("state = 'finished'")
+    assert (sample.reward, [*sample.turn_rewards]) == (None, [])
+
+
 def test_a_turn_reward_out_of_range_fails_its_episode(driver: Driver) -> None:
     driver.start(FIRST)
     driver.reply(EpisodeEnded(driver.generate_turn(), 0, 0.0, (1e7,)))

@@ -307,11 +307,15 @@ def test_each_sequence_of_an_episode_with_branches_is_a_sample() -> None:
 
 
 def test_a_turn_has_the_observation_before_it_and_its_reward() -> None:
-    prompt, nothing, observed = (np.array(ids, np.int32).tobytes() for ids in ([1, 2], [], [3]))
-    expected = [(prompt, 0.0, 2), (observed, 0.25, 1), (nothing, 0.0, 1), (nothing, 0.75, 1)]
+    history = (1, 2, 5, 3, 7)
+    expected = [((1, 2), 0.0, 2), ((1, 2, 5, 3), 0.25, 1), ((1,), 0.0, 1), (history, 0.75, 1)]
     assert to_turns(branched([0.0, 0.25, 0.0, 0.75])) == expected
     assert [turn.reward for turn in to_turns(branched())] == [0.0, 0.0, 0.0, 1.0]
-    assert to_turns(stored(GROUPS[0])[1]) == [(prompt, REWARDS[1], 5)]
+    assert to_turns(stored(GROUPS[0])[1]) == [((1, 2), REWARDS[1], 5)]
+    long = stored(GROUPS[0])[1]
+    turns = long._replace(loss_mask=np.array([0, 1, 1, 0, 1], np.uint8), logprobs=long.logprobs[:3])
+    token = int(long.token_ids[0])
+    assert to_turns(turns) == [((1, 2, token), 0.0, 2), ((token,), REWARDS[1], 1)]
 
 
 def test_the_last_token_of_a_turn_has_its_reward() -> None:

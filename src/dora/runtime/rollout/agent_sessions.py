@@ -12,7 +12,6 @@ common. A turn of the model always has the tokens that were sampled, also in the
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -41,7 +40,7 @@ from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.rollout.partial_outputs import SavedEpisode
 from dora.runtime.run_dir import SESSIONS
 from dora.runtime.run_setup import RunSetup
-from dora.stream.sample_db import split_branches, tokens_before
+from dora.stream.sample_db import is_sum_of_turns, split_branches, tokens_before
 from dora.text import plural
 
 MAX_ENDED = 10_000  # ended sessions whose end reason is kept
@@ -320,7 +319,9 @@ class AgentSessions:
         if turn_rewards and len(turn_rewards) != turn + 1:
             num = len(turn_rewards)
             raise ServiceError(400, f"{num} turn_rewards for {plural(turn + 1, 'turn')}; post one for each")
-        if turn_rewards and (reward is None or abs(math.fsum(turn_rewards) - reward) > 1e-6):
+        if turn_rewards and reward is None:
+            raise ServiceError(400, "turn_rewards need a reward that is a number; post their sum")
+        if turn_rewards and not is_sum_of_turns(turn_rewards, reward or 0.0):
             raise ServiceError(400, f"turn_rewards do not give the reward {reward}; post their sum as reward")
         self._end(session, _end_reason(reward), EpisodeEnded(session.episode, turn, reward, (*turn_rewards,)))
         return session
@@ -580,10 +581,8 @@ def _contains(data: bytes, part: Sequence[int]) -> bool:
 
 def _why_no_branches(config: Config) -> str:
     """Why a run cannot train on branches; empty if it can."""
-    algorithm = config.algorithm
     settings = {
         "trainer.routing_replay = true": config.trainer.routing_replay,
-        'algorithm.adv_estimator = "gae"': algorithm.adv_estimator == "gae",
-        'algorithm.policy_loss = "online_dpo"': algorithm.policy_loss == "online_dpo",
+        'algorithm.policy_loss = "online_dpo"': config.algorithm.policy_loss == "online_dpo",
     }
     return next((f"the run has {name}" for name, is_set in settings.items() if is_set), "")

@@ -178,16 +178,18 @@ class Accumulator:
 
 def to_turns(stored: StoredSample) -> list[Turn]:
     """The turns of a response. If only the sum of their rewards is known, the last turn has it."""
-    turns, observed_from = stored.turns, 0
-    result: list[Turn] = []
+    tokens, turns = stored.token_ids, list[Turn]()
+    mask = np.ones(len(tokens), np.uint8) if stored.loss_mask is None else stored.loss_mask
+    for context, start, stop in stored.sequences:
+        ends = np.flatnonzero(np.diff(mask[start:stop], prepend=0, append=0)) + start
+        before: Sequence[int] = context
+        for first, end in ends.reshape(-1, 2).tolist():
+            turns.append(Turn((*before, *tokens[start:first].tolist()), 0.0, end - first))
+            before, start = (), end
     rewards = [*stored.turn_rewards]
     if len(rewards) != len(turns):
         rewards = [0.0] * (len(turns) - 1) + [stored.reward]
-    for turn, reward in zip(turns, rewards, strict=True):
-        observation = stored.token_ids[observed_from : turn.start] if result else stored.prompt_ids
-        result.append(Turn(observation.tobytes(), reward, turn.stop - turn.start))
-        observed_from = turn.stop
-    return result
+    return [turn._replace(reward=reward) for turn, reward in zip(turns, rewards, strict=True)]
 
 
 def token_rewards(stored: StoredSample, reward: float) -> list[float]:
