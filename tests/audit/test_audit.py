@@ -361,6 +361,12 @@ def test_wrong_rewards_by_turn_are_found(finished_run: Path, tmp_path: Path, tex
     assert any(words in finding for finding in result.findings)
 
 
+def test_rewards_of_turns_cannot_be_exchanged(finished_run: Path, tmp_path: Path) -> None:
+    change = f"update samples set turn_rewards = format('[%!.17g]', reward) {ONE}"
+    result = audit.check(edited_samples(finished_run, tmp_path / "run", change))
+    assert any("has changed since it finished" in finding for finding in result.findings)
+
+
 def test_a_reward_for_a_turn_that_does_not_exist_is_found(finished_run: Path, tmp_path: Path) -> None:
     change = f"update samples set turn_rewards = format('[%!.17g, 0.0]', reward) {ONE}"
     result = audit.check(edited_samples(finished_run, tmp_path / "run", change))

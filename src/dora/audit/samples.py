@@ -41,10 +41,10 @@ class AuditedSample(NamedTuple):
     logprobs: NDArray[np.float32]
     loss_mask: NDArray[np.uint8]  # empty: the policy sampled every token
     branches: str | None  # JSON
+    turn_rewards: str | None  # JSON
     reward: float | None
     advantage: float | None
     task_rewards: str | None  # JSON
-    turn_rewards: str | None  # JSON
     finish_reason: str | None  # None: stored by an earlier version of DORA-RL
     payload_digest: str
 
@@ -53,12 +53,14 @@ def read_stored_samples(run: Path) -> Iterator[AuditedSample]:
     """All rows of the sample store, group by group. Raises InputError."""
     with open_sample_store(run) as store:
         names = {row[1] for row in store.execute("pragma table_info(samples)")}
-        later = [name if name in names else "null" for name in LATER_COLUMNS]
+        found = [
+            "null" if name in LATER_COLUMNS and name not in names else name
+            for name in ("reward", "advantage", "task_rewards", "finish_reason", *PAYLOAD)
+        ]
         rows = store.execute(
-            f"select group_id, sibling, reward, advantage, task_rewards, {', '.join(later)}, "
-            f"{', '.join(PAYLOAD)} from samples order by group_id, sibling"
+            f"select group_id, sibling, {', '.join(found)} from samples order by group_id, sibling"
         )
-        for group, sibling, reward, advantage, task_rewards, reason, turn_rewards, *values in rows:
+        for group, sibling, reward, advantage, task_rewards, reason, *values in rows:
             columns = dict(zip(PAYLOAD, values, strict=True))
             yield AuditedSample(
                 group,
@@ -68,10 +70,10 @@ def read_stored_samples(run: Path) -> Iterator[AuditedSample]:
                 _array(columns["logprobs"], np.float32),
                 _array(columns["loss_mask"] or b"", np.uint8),
                 columns["branches"],
+                columns["turn_rewards"],
                 reward,
                 advantage,
                 task_rewards,
-                turn_rewards,
                 reason,
                 payload_digest(values),
             )

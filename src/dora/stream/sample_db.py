@@ -44,16 +44,18 @@ PAYLOAD = (
     "loss_mask",
     "segments",
     "branches",
+    "turn_rewards",
 )
+_NUM_FIRST = PAYLOAD.index("branches")  # columns that every release has
 
 
 def payload_digest(values: Iterable[int | str | bytes | None]) -> str:
     """Digest (32 hex digits) of the columns PAYLOAD of a row.
 
-    Without branches it is that of the columns before.
+    Without branches and rewards of turns it is that of the columns before.
     """
     columns = [value if isinstance(value, bytes) else repr(value).encode() for value in values]
-    if len(columns) == len(PAYLOAD) and columns[-1] == b"None":
+    while len(columns) > _NUM_FIRST and columns[-1] == b"None":
         columns.pop()
     data = b"".join([part for column in columns for part in (b"%d:" % len(column), column)])
     return hashlib.blake2b(data, digest_size=16).hexdigest()
@@ -277,19 +279,13 @@ class SampleStore:
             None if t.loss_mask is None else np.asarray(t.loss_mask, np.uint8).tobytes(),
             None if t.segments is None else json.dumps(t.segments),
             None if not t.branches else json.dumps(t.branches),
+            json.dumps([*t.turn_rewards]) if len(t.turn_rewards) else None,
         )
         self._has_payload = True
         self._write(
-            f"insert into samples (group_id, sibling, {', '.join(PAYLOAD)}, reward, finish_reason, "
-            "turn_rewards, state) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'finished')",
-            (
-                str(t.request.group),
-                t.request.sibling,
-                *payload,
-                t.reward,
-                t.finish_reason,
-                json.dumps([*t.turn_rewards]) if len(t.turn_rewards) else None,
-            ),
+            f"insert into samples (group_id, sibling, {', '.join(PAYLOAD)}, reward, finish_reason, state) "
+            "values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'finished')",
+            (str(t.request.group), t.request.sibling, *payload, t.reward, t.finish_reason),
         )
         if self._subscriber is not None:
             self._subscriber.put(t)
