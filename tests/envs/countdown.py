@@ -94,9 +94,9 @@ def observed(turn: int, observation: str, episode: str = "e") -> EpisodeObservat
     return EpisodeObservation(episode_id(episode), turn, tuple(encode(observation)))
 
 
-def ended(turn: int, reward: float, episode: str = "e") -> EpisodeEnded:
+def ended(turn: int, reward: float, episode: str = "e", cut: str = "") -> EpisodeEnded:
     """Each step of a Countdown has a reward of 1."""
-    return EpisodeEnded(episode_id(episode), turn, reward, (1.0,) * round(reward))
+    return EpisodeEnded(episode_id(episode), turn, reward, (1.0,) * round(reward), cut)
 
 
 class RecordedRunner:

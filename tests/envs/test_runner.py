@@ -98,7 +98,7 @@ def test_an_episode_ends_after_max_turns() -> None:
     assert run_episode(["-", "-"], limits=replace(LIMITS, max_turns=2)) == [
         started("3:"),
         observed(0, "2"),
-        ended(1, 2.0),
+        ended(1, 2.0, cut="max_turns"),
     ]
 
 
@@ -106,7 +106,7 @@ def test_an_episode_ends_after_max_turns() -> None:
 async def test_an_episode_ends_when_no_tokens_are_left_for_a_turn(num_left: int) -> None:
     runner = RecordedRunner()
     await runner.start("e")
-    assert await runner.turn("e", "-", num_left) == ended(0, 1.0)
+    assert await runner.turn("e", "-", num_left) == ended(0, 1.0, cut="observation_length")
 
 
 async def test_an_observation_that_leaves_one_token_continues_the_episode() -> None:

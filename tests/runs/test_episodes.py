@@ -75,6 +75,9 @@ def test_turns_are_credited_with_their_rewards(start_run: StartRun, tmp_path: Pa
     assert len(rows) == 12
     assert {(advantage, num) for _, advantage, num in rows} == {(None, 3)}
     assert all(step["actor/grad_norm"] > 0 for step in metrics(run.out))
+    turns = ("num_turns/mean", "num_turns/min", "num_turns/max", "num_turns/clip_ratio")
+    assert {tuple(step[name] for name in turns) for step in metrics(run.out)} == {(3, 3, 3, 0)}
+    assert all(step["actor/frac_compared_turns"] == 1.0 for step in metrics(run.out))
     run.check_records()
     undisturbed = Run(tmp_path / "task.toml", tmp_path / "undisturbed", **settings)  # type: ignore[arg-type]
     undisturbed.succeed()

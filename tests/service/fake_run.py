@@ -50,6 +50,7 @@ class NoSamples:
 
     def __init__(self) -> None:
         self.num_tokens: dict[GroupId, dict[int, int]] = {}
+        self.num_turns: dict[GroupId, dict[int, int]] = {}
         self.rewards: dict[GroupId, tuple[float, ...]] = {}
         self.task_rewards: dict[GroupId, Mapping[str, Sequence[float]]] = {}
         self.step_metrics: list[tuple[int, dict[str, float]]] = []

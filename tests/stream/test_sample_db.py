@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dora.core.types import GroupId, RequestId
-from dora.stream.sample_db import LATER_COLUMNS, SampleStore, Trajectory
+from dora.core.types import Branch, GroupId, RequestId
+from dora.stream.sample_db import LATER_COLUMNS, SampleStore, Trajectory, count_turns
 
 GROUP = GroupId(2, 7)
 READ = """
@@ -114,6 +114,24 @@ def test_a_store_of_an_earlier_version_gets_the_later_columns(tmp_path: Path) ->
     assert (first.finish_reason, [*first.turn_rewards]) == (None, [])
     assert (second.finish_reason, [*second.turn_rewards]) == ("length", [0.5])
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("mask", "branches", "num"),
+    [
+        (None, [], 1),
+        ([1, 1, 0, 1], [], 2),
+        ([0, 1, 0, 0, 1, 1], [], 2),
+        (
+            [1, 0, 1, 1, 1],
+            [Branch(3 + 3, 4)],
+            3,
+        ),  # the second turn is followed by a branch without new tokens
+        ([1, 1, 0, 1, 0, 1], [Branch(3 + 2, 4), Branch(3 + 4, 5)], 3),
+    ],
+)
+def test_turns_are_counted(mask: list[int] | None, branches: list[Branch], num: int) -> None:
+    assert count_turns(None if mask is None else np.array(mask, np.uint8), 3, branches) == num
 
 
 def test_another_process_reads_only_what_is_committed(store: SampleStore, tmp_path: Path) -> None:

@@ -23,10 +23,17 @@ from dora.core.events import Event, GroupScored, RequestFinished
 from dora.core.types import FIRST_IMAGE_ID
 from dora.errors import ConfigError, RunError
 from dora.journal.reader import open_sample_store
-from dora.stream.sample_db import LATER_COLUMNS, PAYLOAD, is_sum_of_turns, payload_digest, read_branches
+from dora.stream.sample_db import (
+    LATER_COLUMNS,
+    PAYLOAD,
+    count_turns,
+    is_sum_of_turns,
+    payload_digest,
+    read_branches,
+)
 from dora.text import plural
 
-FINISH_REASONS = ("stop", "length", "turn_length")
+FINISH_REASONS = ("stop", "length", "turn_length", "max_turns", "observation_length")
 Element = TypeVar("Element", bound=np.generic)
 MAX_LOGPROB = 1e-3  # a log-softmax in bf16 may round to slightly more than 0
 
@@ -273,8 +280,8 @@ class SampleAudit:
             is_sum, found = False, row.turn_rewards
         self._check(is_sum, f"{name} has the rewards {found} by turn, which do not give its reward {reward}")
         if is_sum and row.branches is None:  # each turn ends where an observation begins, or at the end
-            num_turns = np.count_nonzero(np.diff(row.loss_mask, append=0)[row.loss_mask == 1]) or 1
-            of_turns = f"{plural(len(found), 'reward')} by turn for {plural(int(num_turns), 'turn')}"
+            num_turns = count_turns(row.loss_mask if len(row.loss_mask) else None, 0, ())
+            of_turns = f"{plural(len(found), 'reward')} by turn for {plural(num_turns, 'turn')}"
             self._check(len(found) == num_turns, f"{name} has {of_turns}")
 
 

@@ -73,13 +73,16 @@ class EpisodeObservation:
 class EpisodeEnded:
     """The episode ended with turn `turn`. Without a reward, the reward tasks of the run score it.
 
-    `turn_rewards` are the parts of the reward by turn, or empty if they are not known.
+    `turn_rewards` are the parts of the reward by turn, or empty if they are not known. `cut` is "max_turns"
+    or "observation_length" if the episode would go on without `env.max_turns`, or with room for the
+    observation.
     """
 
     episode: EpisodeId
     turn: int
     reward: float | None
     turn_rewards: Sequence[float] = ()
+    cut: str = ""
 
 
 @dataclass(frozen=True)

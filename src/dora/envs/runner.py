@@ -143,15 +143,17 @@ class EnvRunner:
             step = check_step(await self._with_timeout(environment.step(action)))
             rewards.append(step.reward)
             if step.done or len(rewards) == self._limits.max_turns:
+                cut = "" if step.done else "max_turns"
                 break
             observation = self._codec.encode_observation(step.observation, turn.token_ids)
             if not observation:
                 raise Fault("environment gave an empty observation")
             if len(observation) >= turn.num_left:  # no token is left for another turn
+                cut = "observation_length"
                 break
             state = _encode_state(environment, rewards)
             self._send(EpisodeObservation(episode, turn.number, tuple(observation), state))
-        return EpisodeEnded(episode, turn.number, math.fsum(rewards), tuple(rewards))
+        return EpisodeEnded(episode, turn.number, math.fsum(rewards), tuple(rewards), cut)
 
     async def _with_timeout(self, call: Awaitable[T]) -> T:
         """Raises Fault if the call takes too long."""

@@ -128,7 +128,7 @@ class ResponseLengths:
         """The groups were trained: the metrics of their step."""
         responses = [response for group in groups for response in group.responses.values()]
         lengths = [response.num_tokens for response in responses]
-        num_clipped = sum(response.end == "length" for response in responses)
+        num_clipped = sum(response.end in ("length", "observation_length") for response in responses)
         self.trained.update(lengths)
         return {
             "response_length/mean": sum(lengths) / len(lengths),

@@ -59,6 +59,7 @@ class SampleNumbers(Protocol):
     """
 
     num_tokens: dict[GroupId, dict[int, int]]  # sampled, by sibling, for groups that are not trained
+    num_turns: dict[GroupId, dict[int, int]]  # the same, if responses are episodes
     rewards: dict[GroupId, tuple[float, ...]]
     task_rewards: dict[GroupId, Mapping[str, Sequence[float]]]  # by task, if there are several
     step_metrics: list[tuple[int, dict[str, float]]]  # from the trainer: (step, metrics), not read yet
@@ -267,6 +268,7 @@ class RunMetrics:
         task_rewards = [samples.task_rewards.pop(group, {}) for group in groups]
         rewards = {group: samples.rewards.pop(group) for group in groups}
         num_tokens = {group: sum(samples.num_tokens.pop(group).values()) for group in groups}
+        num_turns = [num for group in groups for num in samples.num_turns.pop(group, {}).values()]
         metrics = StepRecord(
             step=step,
             t_s=now,
@@ -278,6 +280,7 @@ class RunMetrics:
             staleness_bound=self.limits.max_staleness - state.adaptive_staleness.reduction,
             others={
                 **self.lengths.train(batch),
+                **_of_turns(num_turns, batch),
                 **samples.step_metrics.pop(0)[1],
                 **_mean_by_task(task_rewards),
                 **_by_source(samples.source_name, rewards, num_tokens),
@@ -291,6 +294,19 @@ class RunMetrics:
         self.trained_tokens += metrics.num_tokens
         self.steps.append(metrics)
         return metrics
+
+
+def _of_turns(num_turns: Sequence[int], batch: Sequence[GroupSpan]) -> dict[str, float]:
+    """Metrics of the turns of each episode; nothing if responses are no episodes."""
+    if not num_turns:
+        return {}
+    ends = [response.end for span in batch for response in span.responses.values()]
+    return {
+        "num_turns/mean": statistics.fmean(num_turns),
+        "num_turns/min": min(num_turns),
+        "num_turns/max": max(num_turns),
+        "num_turns/clip_ratio": ends.count("max_turns") / len(ends),
+    }
 
 
 def _by_source(

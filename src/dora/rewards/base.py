@@ -31,7 +31,8 @@ Prompt = str | Sequence[Mapping[str, str]]  # text, or the messages of a convers
 class RewardInput:
     """A completion with its prompt; `row` has the other columns of the prompt's dataset row.
 
-    `finish_reason`: "stop" or "length"; of an episode also "turn_length". None if it is not known.
+    `finish_reason`: "stop" or "length"; of an episode also "turn_length", "max_turns" or
+    "observation_length". None if it is not known.
     """
 
     prompt: Prompt

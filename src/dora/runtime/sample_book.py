@@ -6,6 +6,7 @@ A sample is written to the sample store before the event that names it is return
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,19 @@ from numpy.typing import NDArray
 from dora.core import events
 from dora.core.types import GroupId, RequestId
 from dora.engine.request import Completion
+from dora.envs.episode import EpisodeEnded
 from dora.metrics.rollout import EngineUsage
 from dora.runtime.process import messages as m
 from dora.runtime.rollout.partial_outputs import FILE_NAME, PartialOutputs
 from dora.runtime.run_setup import RunSetup
-from dora.stream.sample_db import FinishedSample, HeldOutResponse, SampleStore, Trajectory, answer_source
+from dora.stream.sample_db import (
+    FinishedSample,
+    HeldOutResponse,
+    SampleStore,
+    Trajectory,
+    answer_source,
+    count_turns,
+)
 from dora.trainer.advantage import invalid_rewards_reason
 from dora.trainer.metrics import KL_BY_STALENESS
 
@@ -41,11 +50,12 @@ class SampleBook:
         self.batch: tuple[GroupId, ...] = ()  # of the training step in progress
         # Tokens that the policy generated, by sibling, of untrained groups.
         self.num_tokens: dict[GroupId, dict[int, int]] = {}
+        self.num_turns: dict[GroupId, dict[int, int]] = {}  # the same, if responses are episodes
         self.rewards: dict[GroupId, tuple[float, ...]] = {}  # of scored, untrained groups
         # Their terms, if there are several reward tasks; of a held-out prompt until its event is handled.
         self.task_rewards: dict[GroupId, TaskRewards] = {}
         self.episode_rewards: dict[RequestId, float] = {}  # of episodes whose group is not scored
-        self._turn_rewards: dict[RequestId, Sequence[float]] = {}  # of episodes that are not stored
+        self._ended: dict[RequestId, EpisodeEnded] = {}  # episodes that are not stored
         self.partial_outputs = PartialOutputs(setup.out / FILE_NAME)
         self.failed_episodes: set[RequestId] = set()  # by environment or agent, until `RequestFailed`
         self.step_metrics: list[tuple[int, dict[str, float]]] = []  # from the trainer, not yet consumed
@@ -89,6 +99,9 @@ class SampleBook:
     def _finish_request(self, engine: int, completion: Completion) -> events.Event:
         request, group = completion.id, completion.id.group
         self.failed_episodes.discard(request)
+        ended = self._ended.pop(request, None)
+        if ended is not None and ended.cut and completion.finish_reason == "stop":
+            completion = replace(completion, finish_reason=ended.cut)
         is_discarded = group in self._discarded
         if group.is_held_out and not is_discarded:
             response = HeldOutResponse(completion.token_ids, completion.finish_reason)
@@ -96,10 +109,14 @@ class SampleBook:
         # Whether the policy generated each token: observation tokens have a log-prob of NaN.
         is_generated = ~np.isnan(completion.unfiltered_logprobs)
         num_generated = int(np.count_nonzero(is_generated))
-        payload = self._store(completion, is_generated if num_generated < len(is_generated) else None)
+        loss_mask = is_generated.astype(np.uint8) if num_generated < len(is_generated) else None
+        payload = self._store(completion, loss_mask, () if ended is None else ended.turn_rewards)
         self.unrecorded.add(request)
         if not (is_discarded or group.is_held_out):
             self.num_tokens.setdefault(group, {})[request.sibling] = num_generated
+            if self._setup.config.has_episodes:
+                num_turns = count_turns(loss_mask, len(completion.prompt_ids), completion.branches)
+                self.num_turns.setdefault(group, {})[request.sibling] = num_turns
         return events.RequestFinished(
             engine,
             request,
@@ -110,13 +127,14 @@ class SampleBook:
             payload,
         )
 
-    def _store(self, completion: Completion, is_generated: NDArray[np.bool_] | None) -> str:
-        """Store a response; returns the digest of its row. `is_generated` is None if all tokens are."""
+    def _store(
+        self, completion: Completion, loss_mask: NDArray[np.uint8] | None, turn_rewards: Sequence[float]
+    ) -> str:
+        """Store a response; returns the digest of its row. Without `loss_mask` all tokens are generated."""
         group = completion.id.group
-        logprobs, loss_mask = completion.unfiltered_logprobs, None  # the trainer applies no filters either
-        if is_generated is not None:
-            loss_mask = is_generated.astype(np.uint8)
-            logprobs = np.where(is_generated, logprobs, np.float32(0))
+        logprobs = completion.unfiltered_logprobs  # the trainer applies no filters either
+        if loss_mask is not None:
+            logprobs = np.where(loss_mask > 0, logprobs, np.float32(0))
         version, weight_digest, segments = answer_source(completion.chunks)
         payload = self._samples.put(
             Trajectory(
@@ -132,7 +150,7 @@ class SampleBook:
                 segments,
                 completion.branches or None,
                 completion.finish_reason,
-                self._turn_rewards.pop(completion.id, ()),
+                turn_rewards,
             )
         )
         if group in self._discarded:
@@ -146,14 +164,17 @@ class SampleBook:
         siblings = self._held_out.pop(group, {})
         return [siblings[k] for k in sorted(siblings)]
 
-    def set_episode_reward(self, request: RequestId, reward: float, turn_rewards: Sequence[float]) -> None:
-        """Keep the reward of an episode that is ending, and its parts by turn if they are known."""
-        self.episode_rewards[request], self._turn_rewards[request] = reward, turn_rewards
+    def end_episode(self, ended: EpisodeEnded) -> None:
+        """Keep the end of an episode until its tokens arrive, and its reward until its group is scored."""
+        request = ended.episode.request
+        self._ended[request] = ended
+        if ended.reward is not None:
+            self.episode_rewards[request] = ended.reward
 
-    def forget_episode_reward(self, request: RequestId) -> None:
+    def forget_episode(self, request: RequestId) -> None:
         """The episode starts again."""
         self.episode_rewards.pop(request, None)
-        self._turn_rewards.pop(request, None)
+        self._ended.pop(request, None)
 
     def score_from_episodes(self, group: GroupId) -> events.Event | None:
         """Score a finished group with the rewards of its episodes; None if they have none.
@@ -232,10 +253,10 @@ class SampleBook:
 
     def forget_group(self, group: GroupId) -> None:
         """Drop everything kept for a group."""
-        for kept in (self._held_out, self.num_tokens, self.rewards, self.task_rewards):
+        for kept in (self._held_out, self.num_tokens, self.num_turns, self.rewards, self.task_rewards):
             kept.pop(group, None)
-        for request in [r for r in {**self.episode_rewards, **self._turn_rewards} if r.group == group]:
-            self.forget_episode_reward(request)
+        for request in [r for r in (*self.episode_rewards, *self._ended) if r.group == group]:
+            self.forget_episode(request)
 
     # a resumed run
 

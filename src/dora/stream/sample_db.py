@@ -133,6 +133,14 @@ def answer_source(chunks: Sequence[Chunk]) -> tuple[int, str, list[tuple[int, in
     return chunks[0].version, DIGEST_SEPARATOR.join(c.digest for c in chunks), segments
 
 
+def count_turns(mask: NDArray[np.uint8] | None, num_prompt: int, branches: Sequence[Branch]) -> int:
+    """Turns of a response with this `loss_mask`: each ends where an observation or a branch begins."""
+    if mask is None:
+        mask = np.ones(1 if not branches else branches[-1].start - num_prompt + 1, np.uint8)
+    starts = [start for b in branches if (start := b.start - num_prompt) and mask[start - 1] and mask[start]]
+    return int(np.count_nonzero(np.diff(mask, prepend=0) == 1)) + len(starts)
+
+
 def is_sum_of_turns(turn_rewards: Sequence[float], reward: float) -> bool:
     """Whether the rewards of an episode's turns give its reward, up to the rounding of float32."""
     return math.isclose(math.fsum(turn_rewards), reward, rel_tol=1e-6, abs_tol=1e-6)
@@ -338,12 +346,18 @@ class SampleStore:
         )
         return [len(_ids(response)) for (response,) in rows]
 
-    def num_observed(self) -> dict[RequestId, int]:
-        """Number of response tokens that are observations, of every episode."""
+    def episode_sizes(self) -> dict[RequestId, tuple[int, int]]:
+        """Response tokens that are observations, and turns, of every episode with an observation."""
         rows = self._db.execute(
-            "select group_id, sibling, loss_mask from samples where loss_mask is not null"
+            "select group_id, sibling, length(prompt_ids) / 4, loss_mask, branches from samples "
+            "where loss_mask is not null"
         )
-        return {RequestId(*GroupId.parse(name), k): len(mask) - sum(mask) for name, k, mask in rows}
+        sizes = {}
+        for name, sibling, num_prompt, blob, branches in rows:
+            mask = np.frombuffer(blob, np.uint8)
+            num_turns = count_turns(mask, num_prompt, read_branches(branches) or ())
+            sizes[RequestId(*GroupId.parse(name), sibling)] = len(mask) - int(mask.sum()), num_turns
+        return sizes
 
     def finished(self, group: GroupId) -> list[FinishedSample]:
         """The finished siblings of a group, in order."""

@@ -231,7 +231,7 @@ def test_rewards_of_episodes_are_stored_with_the_samples_and_score_the_group(dri
     found = driver.samples.finished(GROUP)
     assert [(sample.reward, sample.is_scored) for sample in found] == [(0.5, False), (1.5, False)]
     assert driver.samples.response_lengths(GROUP) == [3, 3]
-    assert driver.samples.num_observed() == {FIRST: 1, SECOND: 1}
+    assert driver.samples.episode_sizes() == {FIRST: (1, 2), SECOND: (1, 2)}
     resumed = SampleBook(driver.setup, driver.samples)
     resumed.restore_group(GROUP, False, found, 2)
     assert resumed.score_from_episodes(GROUP) == events.GroupScored(GROUP, (0.5, 1.5))
@@ -254,10 +254,23 @@ def test_the_rewards_of_turns_are_stored_with_the_sample(driver: Driver) -> None
 def test_an_episode_that_starts_again_forgets_the_rewards_of_its_turns(driver: Driver) -> None:
     driver.start(FIRST)
     driver.reply(EpisodeEnded(driver.generate_turn(), 0, 0.75, (0.75,)))
-    driver.sample_book.forget_episode_reward(FIRST)
+    driver.sample_book.forget_episode(FIRST)
     driver.finish(FIRST)
     ((sample, *_),) = driver.samples._rows("state = 'finished'")
     assert (sample.reward, [*sample.turn_rewards]) == (None, [])
+
+
+@pytest.mark.parametrize("cut", ["max_turns", "observation_length", ""])
+def test_an_episode_that_was_cut_has_the_reason_and_its_turns_are_counted(driver: Driver, cut: str) -> None:
+    driver.start(FIRST, SECOND)
+    driver.reply(EpisodeObservation(driver.generate_turn(), 0, (4,)))
+    driver.reply(EpisodeEnded(driver.generate_turn(), 1, 0.75, (0.5, 0.25), cut))
+    (event,) = driver.finish(FIRST)
+    assert isinstance(event, events.RequestFinished)
+    assert event.finish_reason == (cut or "stop")
+    ((sample, *_),) = driver.samples._rows("sibling = ?", str(FIRST.sibling))
+    assert sample.finish_reason == (cut or "stop")
+    assert driver.sample_book.num_turns == {GROUP: {FIRST.sibling: 2}}
 
 
 def test_a_turn_reward_out_of_range_fails_its_episode(driver: Driver) -> None:

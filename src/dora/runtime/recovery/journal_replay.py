@@ -176,6 +176,7 @@ class _JournalReplay:
         """`voided` are the lines of training steps that are redone; the run began with `num_steps` steps."""
         self._config, self._samples = setup.config, samples
         self._has_several_tasks = len(setup.config.reward_weights) > 1
+        self._has_episodes = setup.config.has_episodes
         self.orchestrator = TimedOrchestrator(replace(setup.limits, num_steps=num_steps))
         self.sample_book = SampleBook(setup, samples)
         migrations = MigrationMetrics(lambda group: len(setup.prompt_ids(group)))
@@ -188,7 +189,7 @@ class _JournalReplay:
         self._journal, self._voided, self._checkpoint = setup.out / JOURNAL_FILE, voided, checkpoint
         self._batches: dict[int, tuple[BatchMember, ...]] = {}  # by step, as last trained
         self._mismatches = _read_mismatches(setup.out)
-        self._num_observed = samples.num_observed()  # by request: tokens that its environment added
+        self._episode_sizes = samples.episode_sizes()  # tokens that the environment added, and turns
         self._saved: dict[str, Any] = (
             json.loads((checkpoint / SNAPSHOT_FILE).read_text(encoding="utf-8")) if checkpoint else {}
         )
@@ -252,8 +253,10 @@ class _JournalReplay:
             case RequestFinished(_, request, _, num_tokens) if (
                 request.group in self.orchestrator.snapshot().groups
             ):
-                num_generated = num_tokens - self._num_observed.get(request, 0)
-                book.num_tokens.setdefault(request.group, {})[request.sibling] = num_generated
+                num_observed, num_turns = self._episode_sizes.get(request, (0, 1))
+                book.num_tokens.setdefault(request.group, {})[request.sibling] = num_tokens - num_observed
+                if self._has_episodes:
+                    book.num_turns.setdefault(request.group, {})[request.sibling] = num_turns
             case RequestFailed(_, request, reason) if request.is_held_out:
                 book.mark_discarded(request.group, f"failed: {reason}")
             case GroupScored(group, rewards) if not group.is_held_out:

@@ -240,7 +240,7 @@ class Episodes:
         if saved is None or not self._can_continue(episode, action):
             self._restart(request)  # an earlier attempt
             saved, episode.num_turns, episode.num_tokens = None, 0, 0
-        self._sample_book.forget_episode_reward(request)
+        self._sample_book.forget_episode(request)
         self._sample_book.failed_episodes.discard(request)
         self._episodes[request] = episode
         runner.start(episode.id, action.version, saved)
@@ -271,8 +271,7 @@ class Episodes:
                 if reason := invalid_rewards_reason(reply.turn_rewards):
                     self._fail(episode, f"turn {reason}")
                     return
-                if reply.reward is not None:
-                    self._sample_book.set_episode_reward(request, reply.reward, reply.turn_rewards)
+                self._sample_book.end_episode(reply)
                 episode.is_ending = True
                 self._send(episode, m.EndEpisode(request))
 

@@ -7,7 +7,7 @@ order only. A repeated step therefore gives the same bits, however many of its g
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,6 +51,7 @@ class Accumulator:
         self._step: int | None = None  # the current step; None until the version it starts from is published
         self._teacher_kls: list[float] = []  # log policy - log teacher of each token of this step
         self._is_masked: list[bool] = []  # of each response of this step so far
+        self._is_compared: list[bool] = []  # of each turn, with `gigpo`: another has the same observation
         self._committed: dict[int, list[GroupId]] = defaultdict(list)  # by step, in order of commitment
         self._added: list[GroupId] = []  # groups of `_step` that the trainer has
 
@@ -106,13 +107,15 @@ class Accumulator:
             metrics["distillation/reverse_kl"] = math.fsum(self._teacher_kls) / len(self._teacher_kls)
         if self._masks_truncated:
             metrics["actor/frac_masked_responses"] = sum(self._is_masked) / len(self._is_masked)
-        self._added, self._teacher_kls, self._is_masked = [], [], []
+        if self._is_compared:
+            metrics["actor/frac_compared_turns"] = sum(self._is_compared) / len(self._is_compared)
+        self._added, self._teacher_kls, self._is_masked, self._is_compared = [], [], [], []
         self._committed.pop(step, None)
         return metrics
 
     def _discard(self) -> None:
         self._trainer.discard_batch()
-        self._added, self._teacher_kls, self._is_masked = [], [], []
+        self._added, self._teacher_kls, self._is_masked, self._is_compared = [], [], [], []
 
     def _add_group(self, step: int, group: GroupId) -> None:
         responses = self._read_group(group)
@@ -150,7 +153,10 @@ class Accumulator:
         if not self._advantage_settings.needs_turns:
             return [s.advantage for s in group]
         rewards, lengths = [s.reward for s in group], [len(s.token_ids) for s in group]
-        return self._advantage_settings.turn_advantages(rewards, lengths, [to_turns(s) for s in group])
+        turns = [to_turns(s) for s in group]
+        observations = Counter(turn.observation for own in turns for turn in own)
+        self._is_compared += [observations[turn.observation] > 1 for own in turns for turn in own]
+        return self._advantage_settings.turn_advantages(rewards, lengths, turns)
 
     def _with_loss(
         self, responses: Sequence[StoredSample], samples: Sequence[Sequence[Sample]]
