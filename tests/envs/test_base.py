@@ -37,6 +37,22 @@ def test_an_environment_that_cannot_be_loaded_is_explained(name: str, complaint:
     assert complaint in str(refusal.value)
 
 
+def test_options_are_keyword_arguments_of_the_class(tmp_path: Path) -> None:
+    file = tmp_path / "sized.py"
+    file.write_text(
+        f"from {MODULE} import Countdown\n\nclass Sized(Countdown):\n"
+        "    def __init__(self, size, step=1):\n        super().__init__()\n        self.size = size, step\n"
+    )
+    assert vars(load_environment(f"{file}:Sized", {"size": 3})())["size"] == (3, 1)
+    for options, complaint in (({}, "missing a required argument: 'size'"), ({"size": 3, "stp": 2}, "'stp'")):
+        with pytest.raises(
+            EnvError, match=r"it has the parameters \(size, step=1\), and env.options = "
+        ) as refusal:
+            load_environment(f"{file}:Sized", options)
+        assert complaint in str(refusal.value)
+        assert str(refusal.value).endswith("; correct env.options")
+
+
 def test_methods_must_be_coroutines(tmp_path: Path) -> None:
     file = tmp_path / "plain.py"
     file.write_text(

@@ -259,6 +259,8 @@ class EnvSection(Section):
 
     environment: str | None = None
     """Environment class, "file.py:Class" or "package.module:Class"."""
+    options: dict[str, JsonValue] = {}
+    """Keyword arguments of the class (table)."""
     hosts: list[Annotated[str, Field(pattern=r"^[^:/]+:\d+$")]] = []
     """Remote environment servers, started by `dora env-server`, such as ["10.0.0.7:7600"] (list of
     host:port).

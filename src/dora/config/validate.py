@@ -657,6 +657,8 @@ def _unused_for_rewards(config: Config) -> Iterator[Unused]:
         yield "sampling", "without env.environment, env.hosts or service.agents", "max_turn_length"
     if not config.env.has_environments:
         yield "env", "without env.environment", "num_workers", "max_turns", "timeout_s"
+    if config.env.environment is None:
+        yield "env", "without env.environment: servers make their own environments", "options"
     if not config.env.hosts:
         yield "env", "without env.hosts", "token_file"
     if config.external_source is None:

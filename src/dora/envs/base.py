@@ -11,6 +11,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from dora.errors import EnvError
@@ -69,13 +70,14 @@ class SupportsSnapshots(Protocol):
         """Continue the episode of a snapshot, in place of `reset`. It may be a coroutine."""
 
 
-def load_environment(name: str) -> Callable[[], Environment]:
-    """The class "file.py:Class" or "package.module:Class", or a function that makes such objects.
+def load_environment(name: str, options: Mapping[str, Any] = {}) -> Callable[[], Environment]:
+    """Makes objects of the class "file.py:Class" or "package.module:Class", or by a function, with these
+    keyword arguments.
 
-    Raises EnvError if it does not exist, if `reset` or `step` is not a coroutine, or `close` is one, or if it
-    has one of `snapshot` and `restore`, or a coroutine of this name.
+    Raises EnvError if it does not exist or has other parameters, if `reset` or `step` is not a coroutine, or
+    `close` is one, or if it has one of `snapshot` and `restore`, or a coroutine of this name.
     """
-    make: Callable[[], Environment] = load_attribute(name, "env.environment", EnvError)
+    make: Callable[..., Environment] = load_attribute(name, "env.environment", EnvError)
     if inspect.isclass(make):
         for method in ("reset", "step"):
             if not inspect.iscoroutinefunction(getattr(make, method, None)):
@@ -87,7 +89,16 @@ def load_environment(name: str) -> Callable[[], Environment]:
         for method in ("snapshot", "restore") if own else ():
             if method not in own or inspect.iscoroutinefunction(getattr(make, method)):
                 raise EnvError(f"env.environment = {name!r}: it also needs a method `def {method}`")
-    return make
+    with contextlib.suppress(ValueError):  # it has no signature
+        signature = inspect.signature(make)
+        try:
+            signature.bind(**options)
+        except TypeError as error:
+            raise EnvError(
+                f"env.environment = {name!r}: it has the parameters {signature}, and env.options = "
+                f"{dict(options)}: {error}; correct env.options"
+            ) from error
+    return partial(make, **options)
 
 
 def take_snapshot(environment: Environment) -> bytes | None:

@@ -39,6 +39,7 @@ class EnvSpec:
     """The environments of a worker: the environment class `environment`, or the environments of `hosts`."""
 
     environment: str | None
+    options: Mapping[str, Any]  # keyword arguments of the class
     hosts: tuple[str, ...]
     token: str  # auth token for the hosts
     limits: EpisodeLimits
@@ -118,7 +119,7 @@ def _make_environments(
     if spec.environment is not None:
         from dora.envs.base import load_environment
 
-        return load_environment(spec.environment)
+        return load_environment(spec.environment, spec.options)
     from dora.envs.remote import RemoteEnvironment
 
     hosts, calls = spec.hosts, count()
@@ -255,6 +256,7 @@ def env_spec(setup: RunSetup) -> EnvSpec:
     file = config.env.token_file
     return EnvSpec(
         environment=config.env.environment,
+        options=config.env.options,
         hosts=tuple(config.env.hosts),
         token="" if file is None else read_auth_token(file, "env.token_file"),
         limits=EpisodeLimits(config.data.max_prompt_length, config.env.max_turns, config.env.timeout_s),
