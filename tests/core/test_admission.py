@@ -128,9 +128,10 @@ def test_the_loss_of_every_engine_stops_admission_until_one_joins() -> None:
 def test_a_prompt_is_skipped_after_a_group_that_is_easy_or_hard(
     rewards: tuple[float, ...], is_skipped: bool
 ) -> None:
-    assert CurriculumRule(1.0, 0.0, 1).skips_after(rewards) == is_skipped
-    assert not CurriculumRule(None, 0.0, 1).skips_after((1.0, 1.0))
-    assert not CurriculumRule(1.0, None, 1).skips_after((0.0, 0.0))
+    assert CurriculumRule(1.0, 0.0, 1).skips_after(rewards, 1.0) == is_skipped
+    assert not CurriculumRule(None, 0.0, 1).skips_after((1.0, 1.0), 1.0)
+    assert not CurriculumRule(1.0, None, 1).skips_after((0.0, 0.0), 1.0)
+    assert CurriculumRule(1.0, None, 1).skips_after((0.9, 1.0), 0.9)
 
 
 @pytest.mark.parametrize("thresholds", [(None, None), (0.5, 0.5), (0.25, 0.5)])

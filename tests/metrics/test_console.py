@@ -25,7 +25,7 @@ def metrics_of(*steps: list[list[float]]) -> RunMetrics:
     metrics = RunMetrics(LIMITS, NoSamples(), MigrationMetrics(lambda group: 0))
     metrics.now_s = 10.0
     metrics.steps += [
-        StepRecord(step, step + 1.0, Counter({0: 4}), RewardStats.of(groups), 40, 1.0, 0.0, 1, {})
+        StepRecord(step, step + 1.0, Counter({0: 4}), RewardStats.of(groups, 1.0), 40, 1.0, 0.0, 1, {})
         for step, groups in enumerate(steps)
     ]
     return metrics

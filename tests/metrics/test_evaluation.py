@@ -80,7 +80,16 @@ def test_a_sum_of_weighted_rewards_that_rounding_keeps_below_1_passes() -> None:
     found.update(finished(RequestId(-5, 0, 0), 7))
     found.update(GroupScored(GroupId(-5, 0), (full, 0.999)))
     assert found.metrics()["val/pass@1"] == 0.5
-    assert CurriculumRule(1.0, None, 1).skips_after((full, full))
+    assert CurriculumRule(1.0, None, 1).skips_after((full, full), 1.0)
+
+
+def test_a_threshold_decides_which_responses_pass() -> None:
+    rule, tracker = EvaluationRule(4, 1, 3), EvaluationTracker(is_greedy=False, pass_threshold=0.9)
+    tracker.update(None, [StartEvaluation(4)], rule)
+    tracker.update(finished(RequestId(-5, 0, 0), 7), [], rule)
+    result = tracker.update(GroupScored(GroupId(-5, 0), (0.9, 1.0, 0.89)), [FinishEvaluation(4)], rule)
+    assert result is not None
+    assert result.metrics()["val/pass@1"] == pytest.approx(2 / 3)
 
 
 def test_an_evaluation_may_be_greedy_only_or_sampled_only() -> None:

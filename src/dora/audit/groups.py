@@ -75,7 +75,8 @@ class GroupAudit:
                 self._check_finished(group, "is scored")
             case GroupScored(group, rewards):
                 self._rewards[group] = rewards
-                if (rule := self._limits.curriculum) and not group.is_held_out and rule.skips_after(rewards):
+                rule, pass_threshold = self._limits.curriculum, self._limits.pass_threshold
+                if rule and not group.is_held_out and rule.skips_after(rewards, pass_threshold):
                     self._skipping_epochs[group.row].add(group.epoch)
             case Filter(group, _):
                 self._end(group, "filtered")

@@ -223,6 +223,10 @@ class RewardSection(Section):
     """Time limit of one call; with "service", of the wait for the rewards of a group (s)."""
     num_workers: Count = 1
     """Reward worker processes, each of which scores one group at a time (count)."""
+    pass_threshold: float = 1.0
+    """A response with at least this reward solves its prompt, in pass@k, solved shares and [curriculum]
+    (reward).
+    """
     max_failed_fraction: Fraction = 0.2
     """The run stops if a larger fraction of its finished groups has failed; the fraction is taken of at least
     20 groups (0 to 1).

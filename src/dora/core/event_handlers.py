@@ -280,7 +280,7 @@ def _on_group_scored(state: State, event: events.GroupScored) -> list[Action]:
 def _update_curriculum(state: State, event: events.GroupScored) -> None:
     """Skip the prompt of an easy or hard group in the epochs after that of the group."""
     rule, (epoch, row) = state.limits.curriculum, event.group
-    if rule is not None and rule.skips_after(event.rewards):
+    if rule is not None and rule.skips_after(event.rewards, state.limits.pass_threshold):
         state.skipped_until[row] = max(epoch + rule.skip_epochs, state.skipped_until.get(row, 0))
 
 

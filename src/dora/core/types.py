@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-# A response with at least this reward passes: it solves its prompt. It is 1 up to rounding, because the sum
-# 0.7 + 0.2 + 0.1 is below 1.
-PASSING_REWARD = 1.0 - 1e-6
 FIRST_IMAGE_ID = 2**30  # token ids from here to 2**31 - 1 identify images; no vocabulary is as large
+
+
+def passes(reward: float, pass_threshold: float) -> bool:
+    """Whether a response solves its prompt. Rounding does not count: the sum 0.7 + 0.2 + 0.1 is below 1."""
+    return reward >= pass_threshold - 1e-6
 
 
 class ProtocolError(Exception):
@@ -130,9 +132,9 @@ class CurriculumRule:
                 f"{self}: it needs a threshold, hard_threshold below easy_threshold, and skip_epochs >= 1"
             )
 
-    def skips_after(self, rewards: Sequence[float]) -> bool:
+    def skips_after(self, rewards: Sequence[float], pass_threshold: float) -> bool:
         """Whether a group with these rewards is easy or hard."""
-        solved_share = sum(reward >= PASSING_REWARD for reward in rewards) / len(rewards)
+        solved_share = sum(passes(reward, pass_threshold) for reward in rewards) / len(rewards)
         is_easy = self.easy_threshold is not None and solved_share >= self.easy_threshold
         return is_easy or (self.hard_threshold is not None and solved_share <= self.hard_threshold)
 
@@ -189,6 +191,7 @@ class Limits:
     evaluation: EvaluationRule | None = None  # None: no evaluation
     adaptive_staleness: AdaptiveStalenessRule | None = None  # None: S is fixed
     curriculum: CurriculumRule | None = None  # None: no prompt is skipped
+    pass_threshold: float = 1.0  # a response with this reward solves its prompt
     ablations: tuple[str, ...] = ()  # of ABLATIONS
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from dora.core.actions import Action, FinishEvaluation, StartEvaluation
 from dora.core.events import Event, GroupScored, RequestFinished
 from dora.core.state import State
-from dora.core.types import PASSING_REWARD, EvaluationRule, GroupId
+from dora.core.types import EvaluationRule, GroupId, passes
 from dora.metrics.rollout import percentile
 from dora.text import plural
 
@@ -39,6 +39,7 @@ class EvaluationResult:
     task_means: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)  # tokens; of sampled responses, if there are any
     sources: Mapping[str, range] = field(default_factory=dict)  # -> rows of the held-out prompts
+    pass_threshold: float = 1.0
 
     def update(self, event: RequestFinished | GroupScored) -> None:
         """Account for an event about one of its prompts."""
@@ -91,12 +92,12 @@ class EvaluationResult:
     def pass_rates(self) -> dict[str, tuple[float, float, float]]:
         """ "pass@k" of the sampled responses and "greedy_pass": value and 95 % confidence interval."""
         found = {}
-        passes = [[reward >= PASSING_REWARD for reward in rewards] for rewards in self.rewards.values()]
+        passing = [[passes(r, self.pass_threshold) for r in rewards] for rewards in self.rewards.values()]
         num_sampled = self.num_responses - self.is_greedy
         for k in pass_k_values(num_sampled) if num_sampled else []:
-            found[f"pass@{k}"] = sum(pass_at_k(num_sampled, sum(p[-num_sampled:]), k) for p in passes)
+            found[f"pass@{k}"] = sum(pass_at_k(num_sampled, sum(p[-num_sampled:]), k) for p in passing)
         if self.is_greedy:
-            found["greedy_pass"] = float(sum(p[0] for p in passes))
+            found["greedy_pass"] = float(sum(p[0] for p in passing))
         means = {name: total / self.num_prompts for name, total in found.items()}
         return {name: (mean, *wilson_interval(mean, self.num_prompts)) for name, mean in means.items()}
 
@@ -193,6 +194,7 @@ class EvaluationTracker:
     sources: Mapping[str, range] = field(default_factory=dict)  # -> rows of the held-out prompts
     # Of scored prompts, by task, if there are several; `update` removes those of the prompt that it reads.
     task_rewards: dict[GroupId, Mapping[str, Sequence[float]]] = field(default_factory=dict)
+    pass_threshold: float = 1.0
     finished: list[EvaluationResult] = field(default_factory=list)
     _running: EvaluationResult | None = None
 
@@ -217,7 +219,12 @@ class EvaluationTracker:
                 self._running = None
             elif isinstance(action, StartEvaluation) and rule is not None:
                 self._running = EvaluationResult(
-                    action.version, rule.num_prompts, rule.num_answers, self.is_greedy, sources=self.sources
+                    action.version,
+                    rule.num_prompts,
+                    rule.num_answers,
+                    self.is_greedy,
+                    sources=self.sources,
+                    pass_threshold=self.pass_threshold,
                 )
         return finished
 

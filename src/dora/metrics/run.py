@@ -26,7 +26,7 @@ from dora.core.events import (
 )
 from dora.core.orchestrator import Orchestrator
 from dora.core.state import State
-from dora.core.types import PASSING_REWARD, GroupId, Limits
+from dora.core.types import GroupId, Limits, passes
 from dora.journal.timeline import GroupSpan, Span, Timeline
 from dora.metrics.rollout import (
     EngineUsage,
@@ -84,10 +84,10 @@ class RewardStats(NamedTuple):
     max: float
 
     @classmethod
-    def of(cls, groups: Sequence[Sequence[float]]) -> RewardStats:
+    def of(cls, groups: Sequence[Sequence[float]], pass_threshold: float) -> RewardStats:
         """`groups` has the rewards of each group's siblings."""
         rewards = [*chain.from_iterable(groups)]
-        solves = [[reward >= PASSING_REWARD for reward in own] for own in groups]
+        solves = [[passes(reward, pass_threshold) for reward in own] for own in groups]
         return cls(
             mean=statistics.fmean(rewards),
             std=statistics.pstdev(rewards),
@@ -273,7 +273,7 @@ class RunMetrics:
             step=step,
             t_s=now,
             staleness=staleness,
-            rewards=RewardStats.of([*rewards.values()]),
+            rewards=RewardStats.of([*rewards.values()], self.limits.pass_threshold),
             num_tokens=sum(num_tokens.values()),
             wall_s=now - self._step_started_s,
             stall_s=state.stall_s - self._stall_s,
@@ -283,7 +283,7 @@ class RunMetrics:
                 **_of_turns(num_turns, batch),
                 **samples.step_metrics.pop(0)[1],
                 **_mean_by_task(task_rewards),
-                **_by_source(samples.source_name, rewards, num_tokens),
+                **_by_source(samples.source_name, rewards, num_tokens, self.limits.pass_threshold),
                 **self.timing.end_step(state),
                 "rollout/utilization": round(self.utilization.end_step(samples.engine_usage), 4),
                 **self.recoveries.end_step(),
@@ -313,6 +313,7 @@ def _by_source(
     name_of: Callable[[GroupId], str | None],
     rewards: Mapping[GroupId, Sequence[float]],
     num_tokens: Mapping[GroupId, int],
+    pass_threshold: float,
 ) -> dict[str, float]:
     """Metrics of the groups of each source; nothing with one dataset."""
     groups = defaultdict[str, list[GroupId]](list)
@@ -321,7 +322,7 @@ def _by_source(
             groups[name].append(group)
     found: dict[str, float] = {}
     for name, own in sorted(groups.items()):
-        stats = RewardStats.of([rewards[group] for group in own])
+        stats = RewardStats.of([rewards[group] for group in own], pass_threshold)
         num_responses = sum(len(rewards[group]) for group in own)
         found |= {
             f"source/{name}/num_groups": float(len(own)),

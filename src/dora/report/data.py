@@ -146,7 +146,7 @@ class RunReader:
         self._ended: list[Span] = []
         self._published: list[float] = []  # times, by version
         is_greedy = samples.read_config(self._run).get("eval", {}).get("greedy", False)
-        self._evaluated = EvaluationTracker(is_greedy)
+        self._evaluated = EvaluationTracker(is_greedy, pass_threshold=self._limits.pass_threshold)
 
     def _observe(self, line: JournalLine) -> None:
         self._lines.append(line)

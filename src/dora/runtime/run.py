@@ -264,7 +264,8 @@ class _Session:
             on_error.callback(self._executor.close)
             book, state = self._executor.sample_book, self._orchestrator.snapshot
             self._failure_guard = FailureGuard(config, state())
-            of_tracker = config.eval.greedy, setup.held_out_sources, book.task_rewards
+            threshold = config.reward.pass_threshold
+            of_tracker = config.eval.greedy, setup.held_out_sources, book.task_rewards, threshold
             self._evaluations = previous.evaluations if previous else EvaluationTracker(*of_tracker)
             migrations = MigrationMetrics(lambda group: len(setup.prompt_ids(group)))
             self._metrics = previous.metrics if previous else RunMetrics(setup.limits, book, migrations)

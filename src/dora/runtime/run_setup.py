@@ -526,6 +526,7 @@ class RunSetup:
             if rules.staleness_mode == "adaptive"
             else None,
             curriculum=CurriculumRule(**config.curriculum.model_dump()) if config.curriculum.is_on else None,
+            pass_threshold=config.reward.pass_threshold,
             ablations=tuple(rules.ablations),
         )
 

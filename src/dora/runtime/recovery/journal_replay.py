@@ -182,7 +182,10 @@ class _JournalReplay:
         migrations = MigrationMetrics(lambda group: len(setup.prompt_ids(group)))
         self.metrics = RunMetrics(setup.limits, self.sample_book, migrations)
         self.evaluations = EvaluationTracker(
-            setup.config.eval.greedy, setup.held_out_sources, self.sample_book.task_rewards
+            setup.config.eval.greedy,
+            setup.held_out_sources,
+            self.sample_book.task_rewards,
+            setup.config.reward.pass_threshold,
         )
         self.unrecorded_actions: list[Action] = []
         self._num_replayed = 0  # lines
