@@ -189,6 +189,19 @@ def test_only_the_bad_group_of_a_micro_batch_fails(bench: RewardBench) -> None:
     assert "bad row" in bench.manager.first_failure
 
 
+def test_the_first_failure_of_each_task_is_printed_once_with_its_traceback(bench: RewardBench) -> None:
+    bench.open(bench.task(), bench.task("sum", "Batched", {"factor": 1.0}))
+    first = bench.submit(0, behavior="raises")
+    bench.wait_for(1)
+    bench.submit(1, behavior="raises")
+    bench.wait_for(2)
+    (notice,) = bench.notices
+    reason, traceback = notice.split("\n", 1)
+    assert reason == f"first failure of sum, group {first}: sum: reward raised ValueError"
+    assert traceback.startswith("Traceback")
+    assert traceback.endswith("ValueError: bad row")
+
+
 def test_a_failed_group_has_one_event_although_another_task_scores_it_later(bench: RewardBench) -> None:
     bench.open(bench.task("late"), bench.task("sum", "Batched", {"factor": 1.0}))
     failed = bench.submit(0, behavior="raises")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -276,13 +277,14 @@ class RewardManager:
         """Start the workers of `tasks`, which the stream has as consumers.
 
         `responses` gives those of a group. `report` gets each event, and the rewards of a scored group by
-        task if there are several tasks.
+        task if there are several tasks. `notice` gets the first failure of each task in full.
         """
-        self._report = report
+        self._report, self._notice = report, notice
         self._stream, self._weights = stream, {task.name: task.weight for task in tasks}
         self._pending: dict[GroupId, tuple[bytes, Sequence[HeldOutResponse]]] = {}  # arguments of `submit`
         self._completed: dict[GroupId, dict[str, tuple[float, ...]]] = {}  # by task, of pending groups
         self.first_failure = ""  # reason and traceback of the first group that could not be scored
+        self._failed_tasks: set[str] = set()
         self.external = {
             task.name: ExternalRewards(
                 task.name, task.timeout_s, task.timeout_key, supervisor.clock, responses
@@ -292,7 +294,13 @@ class RewardManager:
         }
         self._workers = [
             RewardWorkers(
-                task, stream, supervisor, self._pending, self._on_completed, self._on_failed, notice
+                task,
+                stream,
+                supervisor,
+                self._pending,
+                self._on_completed,
+                partial(self._on_failed, task.name),
+                notice,
             )
             for task in tasks
             if not task.is_external
@@ -325,7 +333,7 @@ class RewardManager:
             for group, rewards in external.pop_accepted():
                 self._on_completed(task, group, rewards)
             for failed in external.check_deadlines():
-                self._on_failed(failed)
+                self._on_failed(task, failed)
 
     def worker_states(self) -> list[WorkerState]:
         """The state of each process."""
@@ -352,14 +360,19 @@ class RewardManager:
         for total in totals:
             if not math.isfinite(total):
                 reason = f"the weighted sum of rewards is {total}"
-                return self._on_failed(m.TaskFailed((group,), reason, ""))
+                return self._on_failed(task, m.TaskFailed((group,), reason, ""))
         self._finish(group)
         self._report(GroupScored(group, totals), task_rewards if len(self._weights) > 1 else {})
 
-    def _on_failed(self, failure: m.TaskFailed) -> None:
+    def _on_failed(self, task: str, failure: m.TaskFailed) -> None:
+        detail = "" if failure.detail == failure.reason else failure.detail
         for group in failure.groups:
             if group in self._pending:  # else another task has failed the group already
-                self.first_failure = self.first_failure or f"{failure.reason}\n{failure.detail}"
+                text = f"{failure.reason}\n{detail}".rstrip()
+                self.first_failure = self.first_failure or text
+                if detail and task not in self._failed_tasks:  # the reason alone is printed for each group
+                    self._failed_tasks.add(task)
+                    self._notice(f"first failure of {task}, group {group}: {text}")
                 self._finish(group)
                 self._report(ScoringFailed(group, failure.reason), {})
 
