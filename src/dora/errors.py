@@ -14,7 +14,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.parquet)")
+_HUB_NAME = re.compile(
+    r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.csv)(?<!\.parquet)"
+)
 
 
 class DoraError(Exception):

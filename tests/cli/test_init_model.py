@@ -108,7 +108,7 @@ def test_a_failure_leaves_no_folder(
     own.parent.mkdir()
     if content == "train":
         own, option = tmp_path / "own" / "data.jsonl", "--tokenizer-from"
-        own.write_text('{"prompt": "a"}\n\n')
+        own.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n')
     else:
         own.write_text(content or (tmp_path / "a" / "tokenizer.json").read_text())
     if exists:

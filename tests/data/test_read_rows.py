@@ -22,13 +22,61 @@ def lines() -> str:
 def test_a_missing_or_unknown_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         read_rows(tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match=r"must be a \.jsonl or \.parquet file, or a folder"):
-        read_rows(write(tmp_path / "rows.csv", "prompt\n"))
+    with pytest.raises(DataError, match=r"must be a \.jsonl, \.json, \.csv or \.parquet file, or a folder"):
+        read_rows(write(tmp_path / "rows.txt", "prompt\n"))
 
 
 def test_a_file_has_no_splits(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="split = 'train', but a file has no splits; remove the split"):
         read_rows(write(tmp_path / "rows.jsonl", lines()), "train")
+
+
+def test_lines_may_be_empty_at_the_end_of_a_file_only(tmp_path: Path) -> None:
+    assert [*read_rows(write(tmp_path / "rows.jsonl", lines() + "\n  \n"))] == ROWS
+    with pytest.raises(DataError, match="line 3: is empty, and other lines follow; remove it"):
+        read_rows(write(tmp_path / "gap.jsonl", lines() + "\n\n" + lines()))
+
+
+def test_a_json_file_holds_a_list_whose_rows_may_have_different_columns(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "n": 1, "hint": None}, {"prompt": "b", "n": 2}]
+    dataset = Dataset.from_path(write(tmp_path / "rows.json", json.dumps(rows, indent=2)))
+    assert [dataset.row(0), dataset.row(1)] == rows
+    assert dataset.columns == ("n",)
+    assert dataset.missing_columns() == {"hint": f"{tmp_path / 'rows.json'}, row 1"}
+
+
+def test_a_csv_file_gives_texts(tmp_path: Path) -> None:
+    long = "x" * 200_000
+    text = f'\ufeffprompt,answer,day\n"a, ""b""\n2",007,2020-01-01\n\n{long},,\n'
+    first = {"prompt": 'a, "b"\n2', "answer": "007", "day": "2020-01-01"}
+    rows = [first, {"prompt": long, "answer": "", "day": ""}]
+    assert [*read_rows(write(tmp_path / "rows.csv", text))] == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("rows.json", '{"prompt": "a"}', "holds a dict; it must hold one list of objects"),
+        ("rows.json", lines(), r"is not readable JSON \(Extra data.*one object per line \.jsonl"),
+        ("rows.json", '[{"prompt": "a"}, 7]', "row 1: is a int"),
+        ("rows.json", "[]", "has no rows"),
+        ("rows.csv", "", "has no rows"),
+        ("rows.csv", "prompt\na\nb,c\n", "row 1: has 2 values for 1 columns"),
+        ("rows.csv", 'prompt\na\n"b', "row 1: is not CSV"),
+        ("rows.csv", "prompt,n,n\n", "two columns have the same name; rename one of prompt, n, n"),
+    ],
+)
+def test_a_bad_json_or_csv_file_is_refused(name: str, text: str, complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=complaint):
+        Dataset.from_path(write(tmp_path / name, text))
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.csv"])
+def test_a_json_or_csv_file_in_another_encoding_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes("prompt\n\xe4\n".encode("latin-1"))
+    with pytest.raises(DataError, match="UTF-8"):
+        read_rows(path)
 
 
 @pytest.mark.parametrize(("name", "package"), [("rows.parquet", "pyarrow"), ("folder", "datasets")])

@@ -207,7 +207,9 @@ def init_model(
 def sft(
     data: Annotated[
         Path,
-        typer.Argument(metavar="DATA", help="A .jsonl or .parquet file, or a folder that datasets reads."),
+        typer.Argument(
+            metavar="DATA", help="A .jsonl, .json, .csv or .parquet file, or a folder that datasets reads."
+        ),
     ],
     model: Annotated[
         Path, typer.Option(metavar="DIR", help="Hugging Face folder of the model to start from.")

@@ -111,9 +111,9 @@ class DataSection(Section):
     """The training prompts."""
 
     path: str | None = None
-    """A .jsonl or .parquet file, a folder that the library `datasets` reads, or the name of a dataset on the
-    hub, such as openai/gsm8k (path or name); the built-in "gcd"; or "service", for prompts submitted through
-    `dora serve`. Unset: [[source]].
+    """A .jsonl, .json, .csv or .parquet file, a folder that the library `datasets` reads, or the name of a
+    dataset on the hub, such as openai/gsm8k (path or name); the built-in "gcd"; or "service", for prompts
+    submitted through `dora serve`. Unset: [[source]].
     """
     split: str | None = Field(default=None, min_length=1)
     """Split of a dataset folder, such as "train" (name). Unset: its only split."""

@@ -1,13 +1,14 @@
 """Datasets of prompts, and their order.
 
-A dataset is a list of rows; each has a prompt and columns for the reward function. Rows come from JSONL and
-Parquet files, from folders that Hugging Face datasets reads, or are added during a run. A cursor iterates
-over epochs; its state is one integer.
+A dataset is a list of rows; each has a prompt and columns for the reward function. Rows come from JSONL,
+JSON, CSV and Parquet files, from folders that Hugging Face datasets reads, or are added during a run. A
+cursor iterates over epochs; its state is one integer.
 """
 
 from __future__ import annotations
 
 import copy
+import csv
 import json
 import math
 import os
@@ -29,6 +30,7 @@ Messages = Sequence[Mapping[str, str]]  # each with a "role" and a "content", bo
 Prompt = str | Messages
 NumTokens = Callable[[Prompt, Sequence[ImageSource]], int]  # of a prompt with its images
 Rows = Sequence[Mapping[str, Any]]
+MAX_CSV_FIELD = 2**31 - 1  # characters; csv's own limit is shorter than some prompts
 MAX_PERIOD = 1000  # groups after which the order of several sources repeats
 # Reward functions get arguments with these names besides the columns.
 RESERVED_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids", "finish_reason")
@@ -140,9 +142,9 @@ class Dataset:
         return {name: self.location(index) for name, index in self._rows_without_columns().items()}
 
     def _rows_without_columns(self) -> dict[str, int]:
-        """Column that some rows have -> index of the first row without it. Only lines of JSONL may differ."""
+        """Column that some rows have -> index of the first row without it; a folder's rows have the same."""
         found: dict[str, int] = {}
-        if not self._is_jsonl:
+        if not isinstance(self._rows, list):
             return found
         first = self._row(0).keys()
         for index in range(len(self)):
@@ -482,18 +484,19 @@ def mixing_schedule(ratios: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def read_rows(path: Path, split: str | None = None, subset: str | None = None) -> Rows:
-    """The rows of a .jsonl or .parquet file, or of a folder, its `subset` and its `split`. Raises DataError.
+    """The rows of a .jsonl, .json, .csv or .parquet file, or of a folder, its `subset` and its `split`.
 
-    Rows of a folder stay on disk until they are read.
+    Rows of a folder stay on disk until they are read. Raises DataError.
     """
     if path.is_dir():
         return _read_folder(path, split, subset)
     if not path.is_file():
         raise DataError(f"dataset {path} does not exist; name an existing file or folder")
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
     if path.suffix not in readers:
+        *kinds, last = readers
         raise DataError(
-            f"dataset {path} must be a {' or '.join(readers)} file, or a folder saved by datasets"
+            f"dataset {path} must be a {', '.join(kinds)} or {last} file, or a folder saved by datasets"
         )
     for key, value in (("split", split), ("subset", subset)):
         if value is not None:
@@ -502,14 +505,18 @@ def read_rows(path: Path, split: str | None = None, subset: str | None = None) -
 
 
 def _read_jsonl(path: Path) -> list[Any]:
-    rows, number = [], 0
+    """Lines may be empty at the end of the file only, so that the number of a row is that of its line."""
+    rows, number, empty = [], 0, 0
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if not text.strip():
-                    raise DataError(f"{path}, line {number}: is empty; every line must hold one JSON object")
-                rows.append(json.loads(text))
+                    empty = empty or number
+                elif empty:
+                    raise DataError(f"{path}, line {empty}: is empty, and other lines follow; remove it")
+                else:
+                    rows.append(json.loads(text))
     except json.JSONDecodeError as error:
         raise DataError(
             f"{path}, line {number}: is not JSON ({error}); every line must hold one object"
@@ -518,6 +525,43 @@ def _read_jsonl(path: Path) -> list[Any]:
         raise DataError(f"{path}, line {number}: {not_utf8(error)}") from error
     except (ValueError, RecursionError) as error:  # a very long number, very deep nesting
         raise DataError(f"{path}, line {number}: cannot be read ({error}); make it a text") from error
+    return rows
+
+
+def _read_json(path: Path) -> list[Any]:
+    rule = "it must hold one list of objects; name a file with one object per line .jsonl"
+    try:
+        rows = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: {not_utf8(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not readable JSON ({error}); {rule}") from error
+    if not isinstance(rows, list):
+        raise DataError(f"{path} holds a {type(rows).__name__}; {rule}")
+    return rows
+
+
+def _read_csv(path: Path) -> list[Any]:
+    """The first row names the columns; all values stay text."""
+    rows = list[dict[str, str]]()
+    csv.field_size_limit(MAX_CSV_FIELD)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as lines:
+            reader = csv.reader(lines, strict=True)
+            columns = next(reader, [])
+            if len({*columns}) < len(columns):
+                raise DataError(f"{path}: two columns have the same name; rename one of {', '.join(columns)}")
+            for values in filter(None, reader):  # an empty line is no row
+                if len(values) != len(columns):
+                    raise DataError(
+                        f"{path}, row {len(rows)}: has {len(values)} values for {len(columns)} columns; "
+                        "write values with commas or quotes in quotes"
+                    )
+                rows.append(dict(zip(columns, values, strict=True)))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: {not_utf8(error)}") from error
+    except csv.Error as error:
+        raise DataError(f"{path}, row {len(rows)}: is not CSV ({error}); correct it") from error
     return rows
 
 
