@@ -78,6 +78,14 @@ def test_an_override_names_the_task(file: Path) -> None:
         read_config(file, ["reward_task.tast.weight=2"])
 
 
+def test_a_reward_may_have_weight_0_if_another_has_none(file: Path) -> None:
+    zero = ["reward_task.taste.weight=0", "reward_task.brevity.weight=0"]
+    assert read_config(file, zero).reward_weights == {"reward": 1.0, "brevity": 0.0, "taste": 0.0}
+    file.write_text(file.read_text().replace("[reward]\nfunction", "[reward]\n# function"))
+    with pytest.raises(ConfigError, match=r"reward_task.brevity.weight = 0: no other reward has a weight"):
+        read_config(file, zero)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -87,10 +95,6 @@ def test_an_override_names_the_task(file: Path) -> None:
         ),
         (["reward_task.taste.name='reward'"], "reward_task.name = 'reward': "),
         (["reward_task.taste.name='Taste!'"], "reward_task.name = 'Taste!': string should match pattern"),
-        (
-            ["reward_task.taste.weight=0.0"],
-            "reward_task.taste.weight = 0: this reward would change nothing; remove the task",
-        ),
         (["reward_task.taste.weigth=2.0"], "reward_task.weigth: unknown key; did you mean weight"),
         (
             ["reward_task.taste.num_workers=0"],

@@ -245,7 +245,9 @@ class RewardTaskSection(Section):
     path.
     """
     weight: float = 1.0
-    """Weight of this reward in the sum of rewards; [reward] has weight 1 (no unit)."""
+    """Weight of this reward in the sum of rewards; [reward] has weight 1 (no unit). A reward of weight 0 is
+    only logged.
+    """
     num_workers: Count = 1
     """Reward worker processes (count)."""
     micro_batch_size: Count | None = None

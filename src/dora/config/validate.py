@@ -172,7 +172,7 @@ def _check_environment(config: Config) -> None:
 
 
 def _check_reward_tasks(config: Config) -> None:
-    """Reward tasks have distinct names and non-zero weights."""
+    """Reward tasks have distinct names, and one has a weight other than 0: others may be only logged."""
     names = [task.name for task in config.reward_task]
     for task in config.reward_task:
         if task.name == "reward" or names.count(task.name) > 1:
@@ -180,10 +180,12 @@ def _check_reward_tasks(config: Config) -> None:
                 f"reward_task.name = {task.name!r}: every [[reward_task]] needs a name of its own, and the "
                 "section [reward] has the name reward; choose another"
             )
-        if not task.weight:
-            raise ConfigError(
-                f"reward_task.{task.name}.weight = 0: this reward would change nothing; remove the task"
-            )
+    weights = config.reward_weights
+    if weights and not any(weights.values()):
+        raise ConfigError(
+            f"reward_task.{names[0]}.weight = 0: no other reward has a weight, so every sum of rewards would "
+            "be 0; raise the weight, or add the reward to train on"
+        )
 
 
 def _check_reward_source(config: Config) -> None:

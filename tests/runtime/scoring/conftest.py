@@ -78,6 +78,7 @@ class RewardBench:
         self.supervisor = Supervisor(config, folder / "run", WorkerMessages(), lambda message: None)
         self.responses: dict[GroupId, list[FinishedSample]] = {}
         self.events: list[GroupScored | ScoringFailed] = []
+        self.task_rewards: list[TaskRewards] = []
         self.notices: list[str] = []
 
     def task(
@@ -110,6 +111,7 @@ class RewardBench:
 
     def _on_score(self, event: GroupScored | ScoringFailed, task_rewards: TaskRewards) -> None:
         self.events.append(event)
+        self.task_rewards.append(task_rewards)
 
     def submit(self, row: int, version: int = 0, **columns: Any) -> GroupId:
         """Submit a group whose responses have one and two characters."""

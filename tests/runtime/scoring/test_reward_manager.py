@@ -48,6 +48,13 @@ def test_rewards_of_all_tasks_are_summed_with_their_weights(bench: RewardBench) 
     }
 
 
+def test_a_reward_of_weight_0_is_reported_and_does_not_change_the_sum(bench: RewardBench) -> None:
+    bench.open(bench.task(), bench.task("length", weight=0.0))
+    group = bench.submit(1)
+    assert bench.wait_for(1) == [GroupScored(group, (1.0, 2.0))]
+    assert bench.task_rewards == [{"reward": (1.0, 2.0), "length": (1.0, 2.0)}]
+
+
 def test_a_reward_gets_the_finish_reasons_of_training_and_of_held_out_responses(bench: RewardBench) -> None:
     bench.open(bench.task(function="is_truncated"), bench.task("all", "are_truncated"))
     group, held_out = bench.submit(1), GroupId(-4, 1)
