@@ -184,6 +184,8 @@ def test_a_missing_or_broken_file_is_refused(tmp_path: Path) -> None:
     assert "does not exist" in error_of(tmp_path / "none.toml")
     (tmp_path / "broken.toml").write_text("[run\n")
     assert "is not valid TOML" in error_of(tmp_path / "broken.toml")
+    (tmp_path / "twice.toml").write_text("[algorithm]\n[run]\n[algorithm]\n")
+    assert "line 3, column 11); merge the two tables into one" in error_of(tmp_path / "twice.toml")
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,9 @@ def _read_tables(path: Path) -> dict[str, Any]:
             f"config file {path} does not exist; `dora config --defaults` prints a template"
         ) from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"config file {path} is not valid TOML: {error}; correct that line") from error
+        is_repeated = str(error).startswith("Cannot declare")  # a table
+        remedy = "merge the two tables into one" if is_repeated else "correct that line"
+        raise ConfigError(f"config file {path} is not valid TOML: {error}; {remedy}") from error
 
 
 def _decode(path: Path, number: int, line: bytes) -> str:
