@@ -64,12 +64,18 @@ def test_tables_make_a_run_that_another_program_stops(
     assert run.checkpoint.is_dir()
 
 
+def test_the_names_of_the_package_can_be_completed() -> None:
+    assert {"train", "load", "Run", "__version__"} <= {*dir(dora)}
+
+
 def test_wrong_input_raises_and_leaves_no_run(tmp_path: Path) -> None:
     task = write_task(tmp_path)
     with pytest.raises(ConfigError, match=r"trainer\.lr = -1: input should be greater than 0"):
         dora.train(task, tmp_path / "run", {"trainer.lr": -1})
     with pytest.raises(ConfigError, match="policy_loss_options has no effect"):
         dora.train(task, tmp_path / "run", {"algorithm.policy_loss_options": {"decay": 0.9}})
+    with pytest.raises(InputError, match=r"overrides are flat; write \{'trainer.lr': 0.5\}"):
+        dora.train(task, tmp_path / "run", {"trainer": {"lr": 0.5}})
     with pytest.raises(ConfigError, match=r"the configuration with its overrides:\n.*model"):
         dora.train({"run": {"steps": 1}}, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -26,3 +26,8 @@ def __getattr__(name: str) -> Any:
     from dora import api
 
     return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    """With the names that are not imported yet, for tab completion."""
+    return sorted({*globals(), *__all__})

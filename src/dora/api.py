@@ -267,6 +267,9 @@ def train(
 
 
 def _to_toml_value(key: str, value: object) -> str:
+    if isinstance(value, Mapping) and "." not in key:
+        flat = {f"{key}.{name}": own for name, own in value.items()}
+        raise InputError(f"override {key} = {value!r}: overrides are flat; write {flat!r}")
     try:
         return to_literal(value)
     except TypeError as error:
