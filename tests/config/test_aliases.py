@@ -97,6 +97,16 @@ def test_every_alias_leads_to_an_existing_key(alias: KeyAlias) -> None:
             "generator.chat_template_kwargs.x=1",
             "generator.chat_template_kwargs is data.chat_template_kwargs here",
         ),
+        ("num_iterations=2", "trainer.mini_batch_tokens here (the policy has one pass per step, which"),
+        (
+            "actor_rollout_ref.actor.ppo_epochs=2",
+            "actor_rollout_ref.actor.ppo_epochs is trainer.mini_batch_tokens here (the policy has one pass",
+        ),
+        ("trainer.ppo_epochs=2", "trainer.ppo_epochs is trainer.mini_batch_tokens here (the policy has one"),
+        (
+            "algorithm.clip_ratio=0.2",
+            "algorithm.clip_ratio is algorithm.clip_ratio_low here (together with algorithm.clip_ratio_high)",
+        ),
         ("actor_rollout_ref.rollout.temperature=1.0", "temperature is sampling.temperature here"),
         ("actor_rollout_ref.rollout.val_kwargs.top_p=0.95", "top_p is eval.top_p here"),
     ],

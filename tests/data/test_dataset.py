@@ -44,9 +44,11 @@ def test_the_prompt_may_be_in_another_column(tmp_path: Path) -> None:
         ('{"prompt": "a"}\n\n{"prompt": "b"}\n', "line 2: is empty"),
         ('{"prompt": "a"}\n["b"]\n', "line 2: is a list"),
         (
-            '{"text": "a"}\n',
-            "has no column 'prompt' among its 1 columns; name the prompt's column with prompt_key",
+            '{"text": "a", "n": 1}\n',
+            "has no column 'prompt'; name the prompt's column with prompt_key (dora sft: --prompt-key); "
+            "columns: text, n",
         ),
+        ("{}\n", "columns: none"),
         ('{"prompt": 7}\n', "prompt is a int, must be a string"),
         ('{"prompt": "a", "completion": "b"}\n', "the column 'completion' has the name of an argument"),
     ],

@@ -31,6 +31,7 @@ Prompt = str | Messages
 NumTokens = Callable[[Prompt, Sequence[ImageSource]], int]  # of a prompt with its images
 Rows = Sequence[Mapping[str, Any]]
 MAX_CSV_FIELD = 2**31 - 1  # characters; csv's own limit is shorter than some prompts
+MAX_NAMES = 20  # columns in an error
 MAX_PERIOD = 1000  # groups after which the order of several sources repeats
 # Reward functions get arguments with these names besides the columns.
 RESERVED_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids", "finish_reason")
@@ -356,8 +357,8 @@ def _check_row(row: object, prompt_key: str, location: str, reserved: Sequence[s
         )
     if prompt_key not in row:
         raise DataError(
-            f"{location}: has no column {prompt_key!r} among its {len(row)} columns; name the prompt's "
-            "column with prompt_key"
+            f"{location}: has no column {prompt_key!r}; name the prompt's column with prompt_key (dora sft: "
+            f"--prompt-key); columns: {_names(row)}"
         )
     if not _is_prompt(prompt := row[prompt_key]):
         raise DataError(
@@ -369,6 +370,12 @@ def _check_row(row: object, prompt_key: str, location: str, reserved: Sequence[s
             raise DataError(
                 f"{location}: the column {name!r} has the name of an argument of rewards; rename it"
             )
+
+
+def _names(row: Mapping[str, Any]) -> str:
+    """The first columns of a row."""
+    names = [*map(str, row)]
+    return ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "") or "none"
 
 
 def _is_prompt(prompt: object) -> bool:
