@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def start(tmp_path: Path) -> Path:
     return save_start(tmp_path / "start")
 
 
-def write(path: Path, rows: list[dict[str, str]]) -> Path:
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -77,6 +78,22 @@ def test_each_epoch_has_every_row_once() -> None:
             (),
             r"line 2: .* no text in the column 'response'; .*: answer",
         ),
+        ({"prompt": "1:", "response": ""}, (), "line 2: the column 'response' is empty; remove the row"),
+        (
+            {"question": "1:"},
+            (),
+            r"line 2: has no column 'prompt'; .* \(dora sft: --prompt-key\); .*: question",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "1:"}], "response": "2"},
+            (),
+            "line 2: the prompt is a conversation; add --chat",
+        ),
+        (
+            ROWS[0],
+            ("--model", "nope"),
+            "model folder nope does not exist; name a folder in Hugging Face format",
+        ),
         ({"prompt": "1:", "response": "é"}, (), r"line 2: .*U\+00E9\) is not in the tokenizer's vocabulary"),
         ({"prompt": "1:", "response": "1" * 99}, (), r"line 2: .* 2 \+ 100 tokens; .* context is 64; remove"),
         (ROWS[0], ("--held-out", "2"), "2 rows, and --held-out 2 leaves none to train on; lower it"),
@@ -84,7 +101,7 @@ def test_each_epoch_has_every_row_once() -> None:
     ],
 )
 def test_bad_input_is_named_before_anything_is_trained(
-    row: dict[str, str], options: tuple[str, ...], why: str, start: Path, tmp_path: Path,
+    row: dict[str, Any], options: tuple[str, ...], why: str, start: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     data = write(tmp_path / "data.jsonl", [ROWS[1], row])

@@ -85,17 +85,22 @@ def read_examples(
     """Token ids of all prompts and responses; a response ends with the end token. Raises DataError."""
     examples: list[SftExample] = []
     for index in range(len(dataset)):
-        response = dataset.fields(index).get(response_key)
-        if not isinstance(response, str) or not response:
-            columns = ", ".join(dataset.fields(index)) or "none besides the prompt"
+        fields, prompt = dataset.fields(index), dataset.prompt(index)
+        response = fields.get(response_key)
+        if not isinstance(response, str):
+            columns = ", ".join(fields) or "none besides the prompt"
             raise DataError(
                 f"{dataset.location(index)}: there is no text in the column {response_key!r}; name the "
                 f"response's column with --response-key; columns: {columns}"
             )
         try:
+            if not response:
+                raise DataError(f"the column {response_key!r} is empty; remove the row")
             if dataset.images(index):
                 raise DataError("the row has images, and dora sft trains text only; remove them")
-            prompt_ids = prompts.encode(dataset.prompt(index))
+            if not isinstance(prompt, str) and not prompts.has_template:
+                raise DataError("the prompt is a conversation; add --chat")
+            prompt_ids = prompts.encode(prompt)
             ids = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_id]
         except DataError as error:
             raise DataError(f"{dataset.location(index)}: {error}") from error

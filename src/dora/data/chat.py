@@ -36,6 +36,10 @@ class PromptEncoder:
     ) -> None:
         self._tokenizer, self._template, self.images = tokenizer, template, images
 
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
+
     def num_tokens(self, prompt: Prompt, images: Sequence[ImageSource]) -> int:
         """Tokens of a prompt with images. Raises DataError as `encode_with_images`, or for a bad image."""
         if not images or self.images is None:

@@ -38,6 +38,8 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         """Read a model folder. Raises ModelError if it has no tokenizer.json or names no end token."""
+        if not folder.is_dir():
+            raise ModelError(f"model folder {folder} does not exist; name a folder in Hugging Face format")
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{folder} has no tokenizer.json; save the model's fast tokenizer there")
