@@ -75,6 +75,15 @@ def test_every_configuration_is_valid(block: Block) -> None:
     assert load.parse_config(tables if "run" in tables else with_base(tables)).run.steps > 0
 
 
+def test_a_section_of_algorithms_can_be_pasted_into_the_demo() -> None:
+    """TOML allows each table only once."""
+    blocks = [block.text for block in of_language("toml") if block.page == "docs/algorithms.md"]
+    pasted = [text for text in blocks if text.startswith("[algorithm]")]
+    demo = (ROOT / "examples" / "gcd.toml").read_text(encoding="utf-8")
+    assert len(pasted) >= 5
+    assert all(tomllib.loads(f"{demo}\n{text}") for text in pasted)
+
+
 @pytest.mark.parametrize("block", of_language("settings"), ids=str)
 def test_settings_of_a_block_are_valid_together(block: Block) -> None:
     assert load.parse_config(with_base(tomllib.loads(block.text))).run.steps > 0
