@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from tests.model.test_pretrained import change_config
 from tests.model.transformers_families import FAMILIES, save_tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from dora.core.types import GroupId, RequestId
@@ -80,6 +82,28 @@ def test_a_model_that_cannot_be_computed_is_rejected(
     with pytest.raises(ModelError, match=message) as raised:
         load_config(tmp_path)
     assert "\n" not in str(raised.value)
+
+
+class Allocations(TorchDispatchMode):
+    """The most values of a tensor that was made outside the meta device."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and not made.is_meta:
+            self.largest = max(self.largest, made.numel())
+        return made
+
+
+def test_reading_a_config_allocates_no_weight(tmp_path: Path) -> None:
+    """The stacked experts of one layer of DeepSeek-V3 would take 30 GB."""
+    change_config(save_tiny("deepseek_v3", tmp_path), n_routed_experts=1024, vocab_size=40_000)
+    with Allocations() as allocated:  # type: ignore[no-untyped-call]
+        config = load_config(tmp_path)
+    assert isinstance(config, TransformersConfig)
+    assert max(math.prod(shape) for _, shape in config.shapes) == 40_000 * 32
+    assert 0 < allocated.largest <= 1024 * 32  # the router's zeros, freed at once; RoPE's frequencies
 
 
 def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:

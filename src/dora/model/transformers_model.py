@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from dora.core.types import FIRST_IMAGE_ID
 from dora.errors import ModelError
@@ -36,6 +37,7 @@ _NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 _REASON_CHARACTERS = 200
 _HEAD = "head"  # the group of the weights outside the backbone
 STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")  # of a layer: [experts, ...]
+_STACKED_DIMS = 3  # of the weight of all experts of a layer
 _OTHER_INPUTS = ("vision_config", "audio_config")
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 BLANK = 0  # in place of the id of an image
@@ -532,9 +534,27 @@ def _parameters_without_memory() -> Iterator[None]:
     hook: Any = without_memory  # torch declares that it returns nothing
     handle = register_module_parameter_registration_hook(hook)
     try:
-        yield
+        with _UninitializedOnMeta():
+            yield
     finally:
         handle.remove()
+
+
+class _UninitializedOnMeta(TorchFunctionMode):
+    """Tensors without values, which weights are before they are registered, are made on the meta device.
+
+    So are zeros of three or more dimensions, the stacked experts of Llama 4. Other tensors may be buffers.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.empty, torch.zeros) and kwargs.get("device") is None:
+            made = func(*args, **kwargs | {"device": "meta"})
+            if func is torch.empty or made.dim() >= _STACKED_DIMS:
+                return made
+        return func(*args, **kwargs)
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
