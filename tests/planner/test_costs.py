@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.model.transformers_families import save_tiny
 
+from dora.cli.main import app
 from dora.cli.simulate import model_shape
 from dora.errors import InputError
 from dora.planner.costs import EngineCost, StepTime, TrainerCost
@@ -119,23 +121,75 @@ def test_the_sizes_of_a_published_config_are_those_of_the_preset(
     (tmp_path / "config.json").write_text(json.dumps(raw))
     found, expected = asdict(model_shape(str(tmp_path))), asdict(MODELS[preset])
     del found["name"], expected["name"]
-    assert found == pytest.approx(expected | {"head_size": 128}, rel=0.02)
+    added = {"head_size": 128, "max_context": raw["max_position_embeddings"]}
+    assert found == pytest.approx(expected | added, rel=0.02)
 
 
 @pytest.mark.parametrize(
-    ("family", "kv_values", "num_kv_heads"),
-    [("deepseek_v3", 8 + 4, 1), ("qwen3_next", 2 * 2 * 8 // 2, 2)],  # half of its layers have KV
+    ("family", "kv_values", "num_kv_heads", "head_size"),
+    [("deepseek_v3", 8 + 4, 1, 8), ("qwen3_next", 2 * 2 * 8 // 2, 2, 8)],  # half of its layers have KV
 )
 def test_latent_caches_and_linear_attention_have_less_kv(
-    tmp_path: Path, family: str, kv_values: int, num_kv_heads: int
+    tmp_path: Path, family: str, kv_values: int, num_kv_heads: int, head_size: int
 ) -> None:
     save_tiny(family, tmp_path)
     for weights in tmp_path.glob("*.safetensors"):
         weights.unlink()
     shape = model_shape(str(tmp_path))
     assert (shape.kv_values, shape.num_kv_heads, shape.num_experts) == (kv_values, num_kv_heads, 4)
+    assert shape.head_size == head_size
     experts = shape.num_expert_parameters
     assert shape.num_parameters - shape.active_parameters == experts / 2 > 0
+
+
+GEMMA3_27B = {  # as published, without the vision tower
+    "model_type": "gemma3_text",
+    "vocab_size": 262208,
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_hidden_layers": 62,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "max_position_embeddings": 131072,
+}
+GPT_OSS_120B = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 131072,
+}
+
+
+@pytest.mark.parametrize(("raw", "num_windowed", "window"), [(GEMMA3_27B, 52, 1024), (GPT_OSS_120B, 18, 128)])
+def test_layers_with_a_sliding_window_keep_and_read_no_more_than_it(
+    tmp_path: Path, raw: dict[str, Any], num_windowed: int, window: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    model = model_shape(str(tmp_path))
+    num_full = model.num_layers - num_windowed
+    for length in (100, 1000, 20_000):
+        bytes_of_layer = 2 * raw["num_key_value_heads"] * raw["head_dim"] * 2
+        values = num_full * length + num_windowed * min(length, window)
+        assert model.kv_tokens(length) * model.kv_bytes == pytest.approx(values * bytes_of_layer)
+        attended = sum(num_full * (n + 0.5) + num_windowed * min(n + 0.5, window) for n in range(length))
+        attention = model.forward_flops(length, length) - length * 2 * model.active_parameters
+        heads = raw["num_attention_heads"] * raw["head_dim"]
+        assert attention == pytest.approx(4 * heads * attended, rel=1e-3)
+    cost, full = (EngineCost(one, DEVICES["H200"], EXACT, 4) for one in (model, replace(model, windowed=0.0)))
+    assert cost.terms(8, 8).slope_s == pytest.approx(full.terms(8, 8).slope_s * num_full / model.num_layers)
+    assert cost.swap_s(20_000) < full.swap_s(20_000)
+    assert model.forward_flops(10, 20_000) < replace(model, windowed=0.0).forward_flops(10, 20_000)
 
 
 def test_devices_beyond_the_kv_heads_hold_copies_of_the_kv() -> None:
@@ -168,3 +222,19 @@ def test_a_training_step_takes_its_flops() -> None:
     seconds = cost.sequence_s(2400)
     assert seconds == pytest.approx(8 * LARGE.num_parameters * 2400 / (64 * 989e12 * 0.4), rel=0.03)
     assert cost.sequence_s(30_000) > 12.5 * seconds  # attention
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--context", "65536"), r"--context 65536: config.json of .* has max_position_embeddings = 40960"),
+        (("--context", "40960", "--limit", "40900"), r"exceed the context of 40960; lower the limit"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "simulate run"])
+def test_lengths_beyond_the_context_of_a_config_are_refused(
+    tmp_path: Path, command: str, options: tuple[str, ...], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    with pytest.raises(InputError, match=message):
+        app([*command.split(), "--model", str(tmp_path), *options], standalone_mode=False)

@@ -170,7 +170,8 @@ def test_the_formula_is_close_to_the_simulation(policy: str) -> None:
 
 
 def test_an_impossible_problem_is_refused_with_the_reason() -> None:
-    with pytest.raises(InputError, match=r"takes 122 GB, and 1 x H800 have 72 GB"):
+    reason = r"takes 122 GB, and 1 x H800 have 72 GB; raise --devices, or choose a --device with more memory"
+    with pytest.raises(InputError, match=f"no layout of 1 x H800 fits: .*{reason}"):
         candidates(replace(PROBLEM, num_devices=1, policies=("sync",)))
     with pytest.raises(InputError, match="S = -1 must be at least 0"):
         replace(PROBLEM, max_staleness=-1)

@@ -124,6 +124,24 @@ def test_kv_that_does_not_fit_is_swapped_out_and_the_run_still_finishes() -> Non
     assert result.max_kv_usage == pytest.approx(1.0, abs=0.01)
 
 
+def test_sliding_windows_leave_room_for_more_rows_and_never_overfill_the_kv() -> None:
+    model = replace(MODELS["qwen2.5-7b"], window=128, windowed=0.75)
+    crowded = replace(H800, memory_bytes=(model.weight_bytes + 3e9) / 0.9)
+    deployments = [
+        Deployment(
+            replace(WORKLOAD, model=one, batch_size=64),
+            Layout("dora", 2, (H800, 4), ((crowded, 1),)),
+            num_steps=10,
+        )
+        for one in (WORKLOAD.model, model)
+    ]
+    full, windowed = (deployment.num_rows for deployment in deployments)
+    assert windowed > 2.5 * full
+    results = [deployment.simulate() for deployment in deployments]
+    assert all(0.5 < result.max_kv_usage < 1.01 for result in results)
+    assert results[1].steps[-1].ended_s < results[0].steps[-1].ended_s
+
+
 def test_a_part_that_is_left_out_does_nothing() -> None:
     whole, without_migrations, without_kv = (
         deploy("dora", 4, num_steps=14, ablations=ablations).metrics()

@@ -28,6 +28,9 @@ _responses = partial(typer.Option, rich_help_panel="Responses")
 _layout = partial(typer.Option, rich_help_panel="Layout")
 _output = partial(typer.Option, rich_help_panel="Output")
 PROMPT_LENGTH = 110  # tokens, without another source
+CONTEXT = 32768  # tokens, without another source
+FIXED_STATE = ("linear_attention", "mamba", "conv")  # layers of transformers without KV
+WINDOWED = ("sliding_attention", "chunked_attention")
 
 Model = Annotated[
     str,
@@ -35,7 +38,13 @@ Model = Annotated[
 ]
 BatchSize = Annotated[int, _workload(help="Groups per training step.")]
 GroupSize = Annotated[int, _workload(help="Answers per group.")]
-Context = Annotated[int, _workload(help="Maximum context of the model (tokens).")]
+Context = Annotated[
+    int | None,
+    _workload(
+        help="Maximum context of the model (tokens).",
+        show_default="32768, or less if the model's config.json has less",
+    ),
+]
 Reward = Annotated[float, _workload(min=0, help="Time to score a group (s).")]
 ExpertSkew = Annotated[
     float,
@@ -153,7 +162,7 @@ def run(
     model: Model = "qwen2.5-32b",
     batch_size: BatchSize = 128,
     group_size: GroupSize = 16,
-    context: Context = 32768,
+    context: Context = None,
     reward: Reward = 0.0,
     expert_skew: ExpertSkew = 0.1,
     mean: Mean = None,
@@ -194,9 +203,11 @@ def run(
         limit, mean, family, tail, trace, column, prompt, prompt_column,
         correlation=correlation, growth=growth, num_turns=turns, turn_delay_s=turn_delay,
     )  # fmt: skip
+    shape = model_shape(model)
     workload = Workload(
-        model_shape(model), lengths, batch_size, group_size,
-        context=context, reward_s=reward, expert_skew=expert_skew,
+        shape, lengths, batch_size, group_size,
+        context=_checked_context(shape, context),
+        reward_s=reward, expert_skew=expert_skew,
     )  # fmt: skip
     num_train = num_train if num_train is not None else (num_devices + 1) // 2
     base = Layout(
@@ -259,7 +270,7 @@ def plan(
     model: Model = "qwen2.5-32b",
     batch_size: BatchSize = 64,
     group_size: GroupSize = 16,
-    context: Context = 32768,
+    context: Context = None,
     reward: Reward = 0.0,
     expert_skew: ExpertSkew = 0.1,
     mean: Mean = None,
@@ -296,9 +307,11 @@ def plan(
         limit, mean, family, tail, trace, column, prompt, prompt_column,
         correlation=correlation, growth=growth, num_turns=turns, turn_delay_s=turn_delay,
     )  # fmt: skip
+    shape = model_shape(model)
     workload = Workload(
-        model_shape(model), lengths, batch_size, group_size,
-        context=context, reward_s=reward, expert_skew=expert_skew,
+        shape, lengths, batch_size, group_size,
+        context=_checked_context(shape, context),
+        reward_s=reward, expert_skew=expert_skew,
     )  # fmt: skip
     problem = SearchProblem(
         workload, get_device(device), num_devices, staleness, tuple(_split_names(policies)), ep
@@ -321,7 +334,9 @@ def model_shape(name: str) -> ModelShape:
     folder = Path(name)
     if name in MODELS or not folder.is_dir():
         return get_model(name)
+    from dora.model.config import TransformersConfig
     from dora.model.pretrained import load_config
+    from dora.model.transformers_model import layer_types
     from dora.model.weights import parameter_shapes
 
     config = load_config(folder)
@@ -330,11 +345,17 @@ def model_shape(name: str) -> ModelShape:
     share = config.num_experts_per_tok / config.num_experts if config.num_experts else 0.0
     content = config.to_dict()
     text = content.get("text_config") or content
-    kinds = text.get("layer_types") or ["full_attention"]
-    has_kv = sum("linear" not in kind for kind in kinds) / len(kinds)  # linear attention has a fixed state
+    kinds, window = (
+        layer_types(config) if isinstance(config, TransformersConfig) else (("full_attention",), 0)
+    )
+    attending = [kind for kind in kinds if kind not in FIXED_STATE] or kinds
+    windowed = sum(kind in WINDOWED for kind in attending) / len(attending) if window else 0.0
+    has_kv = len(attending) / len(kinds)
     kv_values, num_kv_heads = 2 * config.num_key_value_heads * config.head_dim, config.num_key_value_heads
+    head_size = config.head_dim
     if text.get("kv_lora_rank"):  # multi-head latent attention
         kv_values, num_kv_heads = text["kv_lora_rank"] + text["qk_rope_head_dim"], 1
+        head_size = (text["qk_nope_head_dim"] + text["qk_rope_head_dim"] + text["v_head_dim"]) // 2
     return ModelShape(
         folder.resolve().name,
         float(total),
@@ -347,8 +368,22 @@ def model_shape(name: str) -> ModelShape:
         float(experts),
         config.num_experts if experts else 0,
         config.num_experts_per_tok if experts else 0,
-        config.head_dim,
+        head_size,
+        window if windowed else 0,
+        windowed,
+        config.max_position_embeddings,
     )
+
+
+def _checked_context(model: ModelShape, context: int | None) -> int:
+    """The context of a workload. Raises InputError if it is longer than that of a model from a folder."""
+    longest = model.max_context or (CONTEXT if context is None else context)
+    if context is not None and context > longest:
+        raise InputError(
+            f"--context {context}: config.json of {model.name} has max_position_embeddings = {longest}; "
+            "lower --context, or use a model with a longer context"
+        )
+    return min(CONTEXT, longest) if context is None else context
 
 
 def read_runs(paths: Iterable[Path]) -> dict[str, RecordedRun]:

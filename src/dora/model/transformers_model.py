@@ -134,6 +134,14 @@ def _read_vision(folder: Path, config: Any) -> VisionConfig:
         ) from error
 
 
+def layer_types(config: TransformersConfig) -> tuple[tuple[str, ...], int]:
+    """The kind of each layer, such as "full_attention", and the tokens of a sliding window; 0: none."""
+    text = _skeleton(config.source)[0].config.get_text_config()
+    window = int(_value(text, "sliding_window", 0) or _value(text, "attention_chunk_size", 0))
+    default = "sliding_attention" if window else "full_attention"  # Mistral has no list
+    return tuple(_value(text, "layer_types", [default] * config.num_hidden_layers)), window
+
+
 def _by_layer(names: Sequence[str]) -> list[str]:
     """The names in their order, but all of a layer together: its buffers come last."""
     begins: dict[str, int] = {}

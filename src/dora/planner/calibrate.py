@@ -169,6 +169,10 @@ class FittedCosts:
     ep_size: int = 1
     kv_capacity: int = 1 << 60
     kv_bytes: float = 0.0
+    kv_growth: float = 1.0
+
+    def kv_tokens(self, context: float, final: float = 0.0) -> float:
+        return context
 
     def terms(self, num_rows: int, rank_rows: int) -> StepTimeTerms:
         overhead_s = self.decode.at(num_rows) - self.per_version_s

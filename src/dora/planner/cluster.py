@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from dora.core.types import ABLATIONS, Limits
 from dora.errors import InputError
-from dora.planner.costs import EngineCost, TrainerCost
+from dora.planner.costs import DoesNotFitError, EngineCost, TrainerCost
 from dora.planner.fluid import FluidEngine
 from dora.planner.hardware import Device, Efficiency, ModelShape
 from dora.planner.lengths import LengthDistribution
@@ -131,10 +131,11 @@ class Deployment:
                 f"{layout.ep_size} = {cost.num_devices} devices"
             )
         longest = workload.lengths.max_prompt + workload.lengths.limit
-        if cost.kv_capacity < longest:
-            raise InputError(
+        if cost.kv_capacity < cost.kv_tokens(longest):
+            raise DoesNotFitError(
                 f"an engine of {cost.num_devices} x {device.name} holds the KV of {cost.kv_capacity:,} "
-                f"tokens beside {workload.model.name}, and one response may need {longest:,}; raise TP"
+                f"tokens beside {workload.model.name}, and one response may need {longest:,}",
+                "raise --tp, or lower --limit",
             )
         num_rows = layout.num_rows or self._choose_num_rows(cost)
         return [PlacedEngine(cost, num_rows, is_colocated)] * (num // cost.num_devices)
@@ -145,7 +146,8 @@ class Deployment:
         starts_together = policy.is_single_version or policy.is_colocated
         lengths = workload.lengths
         context = lengths.peak_context if starts_together else lengths.mean_context
-        fitting = min(int(MAX_KV_FILL * cost.kv_capacity / context), MAX_ROWS_PER_RANK * layout.ep_size)
+        row_kv = cost.kv_tokens(context)
+        fitting = min(int(MAX_KV_FILL * cost.kv_capacity / row_kv), MAX_ROWS_PER_RANK * layout.ep_size)
         num_batches = 1 if policy.is_single_version else layout.max_staleness + 1
         num_groups = max(workload.batch_size, num_batches * workload.batch_size - layout.slack)
         num_open = num_groups * workload.group_size

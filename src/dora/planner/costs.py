@@ -23,6 +23,14 @@ from dora.planner.hardware import (
 MEMORY_RESERVE = 0.1  # fraction of a device's memory that is left for activations and buffers
 
 
+class DoesNotFitError(InputError):
+    """A model or its KV does not fit devices. The remedy depends on the command."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f"{reason}; {remedy}")
+        self.reason = reason
+
+
 class StepTime(NamedTuple):
     """The k-th decode step from now takes `max(floor_s, first_s + k * slope_s)`; k is continuous."""
 
@@ -62,7 +70,7 @@ class StepTimeTerms(NamedTuple):
     overhead_s: float  # host and collectives, beside reading memory
     weights_s: float  # reading the weights of one version
     kv_s: float  # reading the KV of one token
-    slope_s: float  # added to each further step, because every row has one more token
+    slope_s: float  # added to each further step, because the KV of every row grows
 
     def step_time(self, rank_context: float, num_versions: int = 1) -> StepTime:
         """For `rank_context` tokens of KV on the fullest rank and rows of so many versions."""
@@ -102,10 +110,11 @@ class EngineCost:
                 f"{self.model.num_experts}"
             )
         if self.kv_capacity < 1:
-            raise InputError(
+            raise DoesNotFitError(
                 f"{self.model.name} does not fit: its weights take {self.device_weight_bytes / 1e9:.1f} GB "
                 f"of each of {self.num_devices} devices, and {self.device.name} has "
-                f"{self.device.memory_bytes * (1 - MEMORY_RESERVE) / 1e9:.1f} GB; raise TP or EP"
+                f"{self.device.memory_bytes * (1 - MEMORY_RESERVE) / 1e9:.1f} GB",
+                "raise --tp or --ep",
             )
 
     @property
@@ -114,7 +123,7 @@ class EngineCost:
 
     @property
     def kv_capacity(self) -> int:
-        """Tokens whose KV fits beside the weights."""
+        """Tokens whose KV fits beside the weights, if every layer keeps it."""
         free = self.device.memory_bytes * (1 - MEMORY_RESERVE) - self.device_weight_bytes
         return max(0, int(free * self.ep_size / self.device_kv_bytes))
 
@@ -122,6 +131,15 @@ class EngineCost:
     def kv_bytes(self) -> float:
         """KV cache of one token."""
         return self.model.kv_bytes
+
+    @property
+    def kv_growth(self) -> float:
+        """KV that a row gains with each token, in tokens that every layer keeps."""
+        return self.model.kv_growth
+
+    def kv_tokens(self, context: float, final: float = 0.0) -> float:
+        """KV of a row in tokens that every layer keeps: `ModelShape.kv_tokens`."""
+        return self.model.kv_tokens(context, final)
 
     @property
     def device_kv_bytes(self) -> float:
@@ -157,7 +175,7 @@ class EngineCost:
         weights_s = (model.dense_bytes / self.tp_size + expert_bytes / self.tp_size) / bandwidth
         overhead_s = self.efficiency.decode_step_s + self._collectives_s(num_rows, rank_rows)
         floor_s = self._compute_s(num_rows, rank_rows) + overhead_s
-        return StepTimeTerms(floor_s, overhead_s, weights_s, kv_s, kv_s * rank_rows)
+        return StepTimeTerms(floor_s, overhead_s, weights_s, kv_s, kv_s * self.kv_growth * rank_rows)
 
     def _num_read_experts(self, num_rows: int) -> float:
         """Expected number of experts per rank that a step uses."""
@@ -208,11 +226,11 @@ class EngineCost:
 
     def migrate_s(self, num_tokens: float) -> float:
         """Copy one request's KV to another engine, from all devices of a rank at once."""
-        return num_tokens * self.device_kv_bytes / self._network_bandwidth
+        return self.kv_tokens(num_tokens) * self.device_kv_bytes / self._network_bandwidth
 
     def swap_s(self, num_tokens: float) -> float:
         """Copy one request's KV to host memory, or back."""
-        return num_tokens * self.device_kv_bytes / self.device.host_bandwidth
+        return self.kv_tokens(num_tokens) * self.device_kv_bytes / self.device.host_bandwidth
 
     @property
     def load_s(self) -> float:
@@ -238,9 +256,10 @@ class TrainerCost:
         capacity = self.device.memory_bytes * (1 - MEMORY_RESERVE) * self.num_devices
         needed = self.model.num_parameters * TRAINING_BYTES_PER_PARAMETER
         if self.num_devices < 1 or needed > capacity:
-            raise InputError(
+            raise DoesNotFitError(
                 f"training {self.model.name} takes {needed / 1e9:.0f} GB, and {self.num_devices} x "
-                f"{self.device.name} have {capacity / 1e9:.0f} GB; give the trainer more devices"
+                f"{self.device.name} have {capacity / 1e9:.0f} GB",
+                "give the trainer more devices: raise --trainer or --devices",
             )
 
     def sequence_s(self, num_tokens: float) -> float:

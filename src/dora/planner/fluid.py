@@ -30,9 +30,12 @@ class EngineCosts(Protocol):
     @property
     def kv_bytes(self) -> float: ...
     @property
+    def kv_growth(self) -> float: ...
+    @property
     def load_s(self) -> float: ...
     @property
     def load_stop_s(self) -> float: ...
+    def kv_tokens(self, context: float, final: float = 0.0) -> float: ...
     def terms(self, num_rows: int, rank_rows: int) -> StepTimeTerms: ...
     def prefill_s(self, num_tokens: float) -> float: ...
     def migrate_s(self, num_tokens: float) -> float: ...
@@ -82,9 +85,9 @@ class FluidEngine:
         self._decode_only: frozenset[RequestId] = frozenset()
         self._versions: Counter[int] = Counter()  # of active requests
         self._swapped_out: list[FluidRequest] = []  # the last request is swapped in first
-        self._kv_capacity = cost.kv_capacity
+        self._kv_capacity, self._kv_growth = cost.kv_capacity, cost.kv_growth
         self._rank_rows = [0] * cost.ep_size
-        self._rank_context = [0.0] * cost.ep_size
+        self._rank_context = [0.0] * cost.ep_size  # KV of active requests, as `_kv_tokens` counts it
         self._stops = array("d")  # negative `stops_at` of active requests, so that the next one is last
         self._stopping: list[FluidRequest] = []  # these requests, in the same order
         self._step_time: StepTime | None = None
@@ -121,7 +124,7 @@ class FluidEngine:
             mean = sum(self._rank_context) / len(self._rank_context)
             self.stall_s += elapsed_s * (1 - mean / fullest)
         for rank, num in enumerate(self._rank_rows):
-            self._rank_context[rank] += num * num_steps
+            self._rank_context[rank] += num * num_steps * self._kv_growth
         self._step_time = None
 
     def step_time(self) -> StepTime:
@@ -145,8 +148,9 @@ class FluidEngine:
         if self.is_paused or not self.num_active:
             return NEVER
         left, free = -self._stops[-1] - self.num_steps, self._kv_capacity - sum(self._rank_context)
-        is_full_first = self.num_active > 1 and free < self.num_active * left
-        num_steps = max(0.0, free / self.num_active if is_full_first else left)
+        growing = self.num_active * self._kv_growth  # KV of one step
+        is_full_first = self.num_active > 1 and free < growing * left
+        num_steps = max(0.0, (free / growing if growing else 0.0) if is_full_first else left)
         return max(self.now, self.busy_until_s) + self.step_time().seconds(num_steps)
 
     # Requests
@@ -174,7 +178,7 @@ class FluidEngine:
         self.num_active += 1
         self._versions[request.version] += 1
         self._rank_rows[request.rank] += 1
-        self._rank_context[request.rank] += request.prompt + request.num_tokens
+        self._rank_context[request.rank] += self._kv_tokens(request)
         request.stops_at = request.since + request.stop_length - request.num_tokens
         index = bisect_left(self._stops, -request.stops_at)  # of equal stops, the first to start is last
         self._stops.insert(index, -request.stops_at)
@@ -194,7 +198,7 @@ class FluidEngine:
         if not self._versions[request.version]:
             del self._versions[request.version]
         self._rank_rows[request.rank] -= 1
-        self._rank_context[request.rank] -= request.prompt + request.num_tokens
+        self._rank_context[request.rank] -= self._kv_tokens(request)
         self._step_time = None
 
     def stop_finished(self) -> list[FluidRequest]:
@@ -214,22 +218,26 @@ class FluidEngine:
         """
         swap_s = 0.0
         free = self._kv_capacity - sum(self._rank_context)
-        while free < self.num_active and self.num_active > 1:
+        while free < self.num_active * self._kv_growth and self.num_active > 1:
             request = next(r for r in reversed(self.requests.values()) if r.is_active)
-            free += request.prompt + self.tokens_of(request)
             self._stop(request)
+            free += self._kv_tokens(request)
             self._swapped_out.append(request)
             swap_s += self.cost.swap_s(request.prompt + request.num_tokens)
         while self._swapped_out and not self._decode_only:
             request = self._swapped_out[-1]
-            context = request.prompt + request.num_tokens
+            context = self._kv_tokens(request)
             if self.num_active and free - context < SWAP_IN_RESERVE * self._kv_capacity:
                 break
             self._swapped_out.pop()
             free -= context
             self.resume(request)
-            swap_s += self.cost.swap_s(context)
+            swap_s += self.cost.swap_s(request.prompt + request.num_tokens)
         return swap_s
+
+    def _kv_tokens(self, request: FluidRequest) -> float:
+        """KV of a request that is not decoded now, in tokens that every layer keeps."""
+        return self.cost.kv_tokens(request.prompt + request.num_tokens, request.prompt + request.length)
 
     def decode_only(self, requests: tuple[RequestId, ...]) -> None:
         """Decode these requests only; with none, decode all again."""

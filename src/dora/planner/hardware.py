@@ -96,6 +96,9 @@ class ModelShape:
     num_experts: int = 0
     experts_per_token: int = 0
     head_size: int = 0  # of an attention head; 0: `hidden_size` / `num_heads`
+    window: int = 0  # tokens that layers with a sliding window attend to, and whose KV they keep
+    windowed: float = 0.0  # fraction of the attention layers that have the window
+    max_context: int = 0  # tokens of prompt and response; 0: not known
 
     @property
     def active_parameters(self) -> float:
@@ -105,6 +108,20 @@ class ModelShape:
     def kv_bytes(self) -> float:
         """KV cache of one token."""
         return float(self.num_layers * self.kv_values * BYTES_PER_VALUE)
+
+    @property
+    def kv_growth(self) -> float:
+        """Fraction of `kv_bytes` by which a row grows with each token, once it fills its windows."""
+        return 1 - self.windowed
+
+    def kv_tokens(self, context: float, final: float = 0.0) -> float:
+        """KV of a row with `context` tokens, in tokens that every layer keeps.
+
+        Layers with a window have room for that of the row's `final` length, so that the rest grows linearly.
+        """
+        if not self.windowed:
+            return context
+        return self.kv_growth * context + self.windowed * min(self.window, max(context, final))
 
     @property
     def weight_bytes(self) -> float:
@@ -123,6 +140,10 @@ class ModelShape:
     def forward_flops(self, tokens: float, context: float) -> float:
         """Forward pass over consecutive tokens, the last of which attends to `context` tokens."""
         attended, size = context - tokens / 2, self.num_heads * self.head_size or self.hidden_size
+        if self.windowed:
+            first, rising = context - tokens, max(0.0, min(context, self.window) - (context - tokens))
+            in_window = rising * (first + rising / 2) + (tokens - rising) * self.window
+            attended += self.windowed * (in_window / max(tokens, 1e-9) - attended)
         return tokens * (2 * self.active_parameters + 4 * self.num_layers * size * attended)
 
 

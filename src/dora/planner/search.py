@@ -16,6 +16,7 @@ import numpy as np
 
 from dora.errors import InputError
 from dora.planner.cluster import Deployment, Layout, Workload
+from dora.planner.costs import DoesNotFitError
 from dora.planner.hardware import Device
 from dora.planner.policies import UpdatePolicy, get_policy
 from dora.planner.simulator import Metrics
@@ -128,7 +129,14 @@ def candidates(problem: SearchProblem) -> dict[Choices, Deployment]:
             found[choices] = deployment if row_fraction == 1 else deployment.with_layout(num_rows=num_rows)
     if not found:
         if rejected:
-            raise rejected[max(rejected)]
+            cause = rejected[max(rejected)]
+            if not isinstance(cause, DoesNotFitError):
+                raise cause
+            shorter = ", or lower --limit" if "--limit" in str(cause) else ""
+            raise InputError(
+                f"no layout of {problem.num_devices} x {problem.device.name} fits: {cause.reason}; raise "
+                f"--devices, or choose a --device with more memory{shorter}"
+            ) from cause
         raise InputError(f"{problem.num_devices} devices are too few for any layout; raise --devices")
     return found
 
@@ -240,7 +248,8 @@ class StepTimeFormula:
         """One decode step of the first engine, with so many rows of mean context."""
         cost, rows = deployment.engines[0].cost, max(1, round(num_rows))
         rank_rows = -(-rows // cost.ep_size)
-        return cost.terms(rows, rank_rows).step_time(rank_rows * self.context).seconds(1.0)
+        kv = rank_rows * cost.kv_tokens(self.context)
+        return cost.terms(rows, rank_rows).step_time(kv).seconds(1.0)
 
 
 def with_heavier_tail(plan: SimulatedPlan) -> Metrics:

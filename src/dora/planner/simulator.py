@@ -565,7 +565,8 @@ class Simulator(EventQueue[Iterable[Event]]):
             return
         request = self._changing(action.source).remove(action.request)
         self._update_schedule()
-        stop_s = source.cost.terms(1, 1).step_time(request.prompt + request.num_tokens).seconds(1.0)
+        kv = source.cost.kv_tokens(request.prompt + request.num_tokens)
+        stop_s = source.cost.terms(1, 1).step_time(kv).seconds(1.0)
         self.schedule(stop_s, self._complete_migration, action, request, copy_s, stop_s)
 
     def _complete_migration(
@@ -573,7 +574,8 @@ class Simulator(EventQueue[Iterable[Event]]):
     ) -> Iterable[Event]:
         destination, result = self._changing(action.destination), self.result
         cost, num_tokens = destination.cost, int(request.num_tokens)
-        num_bytes, num_recomputed = int((request.prompt + num_tokens) * cost.kv_bytes), 0
+        num_bytes = int(cost.kv_tokens(request.prompt + num_tokens) * cost.kv_bytes)
+        num_recomputed = 0
         if not self.options.migrates_kv:
             num_bytes, num_recomputed = 0, request.prompt + num_tokens
             prefill_s = cost.prefill_s(num_recomputed)
