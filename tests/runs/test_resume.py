@@ -126,6 +126,31 @@ def test_a_run_stopped_by_ctrl_c_resumes_where_it_was(resumable: ResumableRun) -
     assert copies == {first, reward.read_text()}
 
 
+def test_a_run_resumes_with_less_memory_and_redone_steps_differ_by_rounding(resumable: ResumableRun) -> None:
+    """As after an out-of-memory error. The steps after the last checkpoint are redone."""
+    run = resumable.start(trainer__save_freq=2, **SLOW)
+    run.wait_for_steps(3)
+    resumable.kill_after(run, 0)
+    lines = journal(resumable.out)
+    before = {line["version"]: line["digest"] for line in lines if line["kind"] == "published"}
+    continued = f"start another run from its weights and optimizer (--continue-from {resumable.out}"
+    assert continued in refusal(resumable.out, "trainer.batch_size=4")
+    ended = resumable.resume(
+        trainer__micro_batch_tokens=32,
+        trainer__logits_chunk_tokens=5,
+        trainer__activation_checkpointing="true",
+        trainer__offload_optimizer="true",
+        engine__version_slots=1,
+    ).end()
+    check_finished(resumable.out, ended)
+    again = [line for line in journal(resumable.out)[len(lines) :] if line["kind"] == "published"]
+    differing = [line for line in again if line["digest"] != before.get(line["version"], line["digest"])]
+    assert summary(resumable.out)["redone_steps"] > 0
+    assert summary(resumable.out)["differing_redone_versions"] == len(differing) > 0
+    joined = [line["version_slots"] for line in journal(resumable.out) if line["kind"] == "engine_joined"]
+    assert joined == [3, 3, 1, 1]
+
+
 def test_a_run_killed_before_its_last_checkpoint_finishes(resumable: ResumableRun) -> None:
     """All events are recorded, but the last checkpoint and the summary are not written."""
     resumable.start(trainer__save_freq=0).succeed()

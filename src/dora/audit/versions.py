@@ -172,7 +172,8 @@ class VersionAudit:
         if before != digest:
             self.notes.append(
                 f"version {version} was trained again and has the digest {digest}, before {before}; on the "
-                "CPU of one machine this means that the optimizer state, the samples or the code have changed"
+                "CPU of one machine this means that the optimizer state, the samples, the code, or trainer "
+                "keys that change the rounding have changed"
             )
         self._latest_digest[version] = digest
 

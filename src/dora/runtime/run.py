@@ -416,7 +416,7 @@ class _Session:
             self._console.notice(
                 f"warning: version {event.version} was recomputed and has another digest ({event.digest}, "
                 f"before: {before}). On the CPU of one machine this means that the optimizer state, the "
-                "samples or the code have changed"
+                "samples, the code, or trainer keys that change the rounding have changed"
             )
 
     def _note_evaluation(self, event: Event | None, actions: Sequence[Action]) -> None:

@@ -44,19 +44,21 @@ from dora.trainer.checkpoint_folders import (
 from dora.trainer.recipe import EarlierSchedule
 
 SUMMARY = "summary.json"
-CHANGEABLE_KEYS = (  # neither the guarantees nor the computed weights depend on these
+CHANGEABLE_KEYS = (  # neither the guarantees depend on these nor, up to rounding, the computed weights
     "runtime.*",
     "ray.*",
     "journal.*",
     "metrics.*",
     "engine.num_engines",
     "engine.max_num_seqs",
+    "engine.version_slots",
     "engine.num_kv_blocks",
     "engine.max_prefill_tokens",
     "engine.options",
     "engine.min_step_time",
     "fleet.*.max_num_seqs",
     "fleet.*.num_engines",
+    "fleet.*.version_slots",
     "fleet.*.options",
     "env.hosts",
     "env.token_file",
@@ -71,6 +73,10 @@ CHANGEABLE_KEYS = (  # neither the guarantees nor the computed weights depend on
     "trainer.keep_last",
     "trainer.keep_best",
     "trainer.num_ranks",
+    "trainer.micro_batch_tokens",
+    "trainer.logits_chunk_tokens",
+    "trainer.activation_checkpointing",
+    "trainer.offload_optimizer",
     "service.host",
     "service.port",
     "service.token_file",
@@ -116,7 +122,7 @@ def resumed_config(run: Path, overrides: Sequence[str], given: Config | None = N
             remedy = (
                 "a run can only get more steps; to end it earlier, stop it with Ctrl-C"
                 if key == "run.steps"
-                else f"start another run, or change only {', '.join(CHANGEABLE_KEYS)}"
+                else f"start another run{_continued(run)}, or change only {', '.join(CHANGEABLE_KEYS)}"
             )
             if key in SCHEDULE_KEYS:
                 remedy = "it may change together with a larger run.steps"
@@ -127,6 +133,12 @@ def resumed_config(run: Path, overrides: Sequence[str], given: Config | None = N
     if is_longer:
         _check_schedule(run, before, config, overrides)
     return config
+
+
+def _continued(run: Path) -> str:
+    """How another run starts with the newest weights of this one; empty without a checkpoint."""
+    newest = next(iter(checkpoint_folders(run / "checkpoints").values()), None)
+    return "" if newest is None else f" from its weights and optimizer (--continue-from {newest})"
 
 
 def _values(config: Config) -> dict[str, Any]:
