@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from tests.runtime.tiny import write_task
 
+from dora.cli.main import app
 from dora.config import load
 from dora.errors import ConfigError
 from dora.runtime.memory import bytes_by_device, check_gpu_memory, explain_slow_store, memory_by_device
@@ -140,3 +142,8 @@ def test_aux_workers_have_memory_of_their_own(task: Path) -> None:
     assert "0.0528 MB for the trainer" in gae
     assert "MB for auxiliary workers" in gae
     assert "to roll back" not in gae
+
+
+def test_a_dry_run_of_a_resume_is_refused_with_what_a_resume_checks(task: Path) -> None:
+    with pytest.raises(typer.BadParameter, match=r"leave out --resume .* itself checks .* before it changes"):
+        app(["train", "--resume", str(task.parent), "--dry-run"], standalone_mode=False)

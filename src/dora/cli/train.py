@@ -74,7 +74,10 @@ def train(
     if not dry_run:
         _run(config, out, changes, resume, auto_resume=auto_resume)
     if resume is not None or config is None or auto_resume:
-        raise typer.BadParameter("--dry-run checks a CONFIG file: leave out --resume and --auto-resume")
+        raise typer.BadParameter(
+            "--dry-run checks a CONFIG file: leave out --resume and --auto-resume. A resume itself checks "
+            "configuration, journal, data, initial weights and checkpoints before it changes the run's folder"
+        )
     from dora.cli.dry_run import dry_run as describe_run
 
     typer.echo(describe_run(_read_config(config, changes), out or _new_folder(config)))
