@@ -82,3 +82,32 @@ def test_failed_migrations_say_where_the_requests_stayed(
     changes: dict[str, object], shown: str, tmp_path: Path
 ) -> None:
     assert shown in table_of(tmp_path, **changes)
+
+
+def test_the_cpu_time_of_a_resumed_run_says_since_when(tmp_path: Path) -> None:
+    assert "1 in 10.0 s wall, 1.7 s CPU │" in table_of(tmp_path, cpu_s=1.7)
+    assert "1 in 10.0 s wall, 1.7 s CPU since the last resume │" in table_of(tmp_path, cpu_s=1.7, attempts=2)
+
+
+@pytest.mark.parametrize(
+    ("norms", "num_equal", "expected"),
+    [
+        ([0.0, 0.5], 0, 1),
+        ([0.5, 0.5], 2, 0),  # a critic, a KL term or an entropy term gives a gradient without a spread
+        ([None, None], 1, 1),  # an external trainer reports no norm
+    ],
+)
+def test_steps_without_a_gradient_are_counted(
+    norms: list[float | None], num_equal: int, expected: int
+) -> None:
+    groups = [[[1.0, 1.0]] if step < num_equal else [[0.0, 1.0]] for step in range(2)]
+    metrics = metrics_of(*groups)
+    for step, norm in zip(metrics.steps, norms, strict=True):
+        step.others |= {} if norm is None else {"actor/grad_norm": norm}
+    assert summarize(metrics, State(LIMITS), [])["steps_without_gradient"] == expected
+
+
+def test_the_table_counts_steps_without_a_gradient_if_they_are_many(tmp_path: Path) -> None:
+    shown = "no gradient │ 25 of 25 steps: see reward/frac_zero_std │"
+    assert shown in table_of(tmp_path, steps=25, steps_without_gradient=25)
+    assert "no gradient" not in table_of(tmp_path, steps=25, steps_without_gradient=2)

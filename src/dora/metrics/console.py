@@ -25,6 +25,7 @@ from dora.text import plural
 
 REFRESH_S = 0.25
 LINE_S = 10.0  # between plain lines
+NOTABLE_SHARE = 0.1  # of the steps, of those without a gradient
 SMOOTHING = 0.1  # weight of the last step in the reward shown
 
 
@@ -159,7 +160,8 @@ def _figures_of_training(s: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         *_held_out(s),
         ("reward, last step", _number(s["reward_last"])),
-        ("steps", f"{s['steps']} in {s['wall_s']:.1f} s wall, {s['cpu_s']:.1f} s CPU"),
+        ("steps", _steps(s)),
+        *_without_gradient(s),
         ("groups", _groups(s)),
         ("tokens trained", f"{s['trained_tokens']:,}, {s['tokens_per_s']:,.0f} per second"),
         (
@@ -220,6 +222,20 @@ def _held_out(s: dict[str, Any]) -> list[tuple[str, str]]:
         reward = _number(best.get("reward_mean", best.get("greedy_reward_mean")))
         rows.append(("best checkpoint", f"{s['best_checkpoint']}, held-out reward {reward}"))
     return rows
+
+
+def _steps(s: dict[str, Any]) -> str:
+    """The CPU time is that of the last attempt alone: no process of the others has recorded its own."""
+    since = " since the last resume" if s["attempts"] > 1 else ""
+    return f"{s['steps']} in {s['wall_s']:.1f} s wall, {s['cpu_s']:.1f} s CPU{since}"
+
+
+def _without_gradient(s: dict[str, Any]) -> list[tuple[str, str]]:
+    """A row if a notable part of the steps has changed no weight, although the run looks like a success."""
+    num = s.get("steps_without_gradient", 0)
+    if num <= NOTABLE_SHARE * s["steps"]:
+        return []
+    return [("no gradient", f"{num} of {plural(s['steps'], 'step')}: see reward/frac_zero_std")]
 
 
 def _groups(s: dict[str, Any]) -> str:

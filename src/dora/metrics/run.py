@@ -141,6 +141,11 @@ class StepRecord:
             **self.others,
         }
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the step can have changed the weights. A trainer of another kind may report no norm."""
+        return self.others.get("actor/grad_norm", 1.0 - self.rewards.frac_zero_std) != 0.0
+
 
 @dataclass
 class RunMetrics:

@@ -21,6 +21,7 @@ def summarize(metrics: RunMetrics, state: State, evaluations: Sequence[Evaluatio
     wall_s = max(1e-9, metrics.now_s - metrics.started_s)
     return {
         "steps": len(metrics.steps),
+        "steps_without_gradient": sum(not step.has_gradient for step in metrics.steps),
         **_groups(metrics, state),
         **_evaluation("before", of_version.get(0)),
         **_evaluation("after", of_version.get(state.limits.num_steps)),
