@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dora.errors import RewardError
-from dora.rewards.base import load_reward, score_one
+from dora.rewards.base import RewardResult, load_reward, score_one
 
 
 def test_a_function_is_loaded_from_a_file(tmp_path: Path) -> None:
@@ -148,6 +149,20 @@ def test_an_async_function_is_awaited() -> None:
     assert score_one(reward, "p", "c", {}).reward == 0.25
 
 
+def test_an_async_function_may_keep_what_belongs_to_an_event_loop() -> None:
+    lock = asyncio.Lock()
+
+    async def wait() -> None:
+        async with lock:
+            await asyncio.get_running_loop().run_in_executor(None, str)
+
+    async def reward(prompt: str, completion: str, **row: Any) -> float:
+        await asyncio.gather(wait(), wait())
+        return 1.0
+
+    assert [score_one(reward, "p", "c", {}) for _ in range(2)] == [RewardResult(1.0)] * 2
+
+
 @pytest.mark.parametrize(("value", "reward"), [(1, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (-2.0, -2.0)])
 def test_every_finite_real_number_is_a_reward(value: object, reward: float) -> None:
     outcome = score_one(lambda prompt, completion: value, "p", "c", {})
@@ -162,6 +177,8 @@ def test_every_finite_real_number_is_a_reward(value: object, reward: float) -> N
         ("1.0", "reward returned str"),
         (None, "reward returned NoneType"),
         ([1.0], "reward returned list"),
+        (np.ones(2), "reward returned ndarray"),
+        (torch.ones(2), "reward returned Tensor"),
     ],
 )
 def test_anything_else_fails_by_name(value: object, reason: str) -> None:
@@ -171,7 +188,7 @@ def test_anything_else_fails_by_name(value: object, reason: str) -> None:
     assert "must return a finite float" in outcome.detail
 
 
-@pytest.mark.parametrize("error", [ValueError("no digits"), SystemExit(3)])
+@pytest.mark.parametrize("error", [ValueError("no digits"), SystemExit(3), asyncio.CancelledError()])
 def test_a_function_that_raises_fails_with_its_traceback(error: BaseException) -> None:
     def reward(prompt: str, completion: str) -> float:
         raise error

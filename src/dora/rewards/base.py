@@ -10,6 +10,9 @@ ended by killing its process.
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
+import functools
 import inspect
 import math
 import numbers
@@ -174,9 +177,19 @@ def _call(function: RewardFunction, /, *args: Any, **kwargs: Any) -> Any:
     """The value, awaited if necessary; a RewardResult if the function raises. `kwargs` may have any name."""
     try:
         value = function(*args, **kwargs)
-        return asyncio.run(_await(value)) if inspect.isawaitable(value) else value
-    except (Exception, SystemExit) as error:
+        return _runner().run(_await(value)) if inspect.isawaitable(value) else value
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         return RewardResult(None, f"reward raised {type(error).__name__}", traceback.format_exc())
+
+
+@functools.cache
+def _runner() -> asyncio.Runner:
+    """The event loop of all calls in this process: HTTP clients and locks that a function keeps from one call
+    to the next belong to the loop in which they were first used.
+    """
+    runner = asyncio.Runner()
+    atexit.register(runner.close)
+    return runner
 
 
 async def _await(value: Awaitable[Any]) -> Any:
@@ -185,7 +198,10 @@ async def _await(value: Awaitable[Any]) -> Any:
 
 def _check(value: object, name: str) -> RewardResult:
     """Accepts every finite real number, including bool, numpy scalars and tensors with one element."""
-    real = value.item() if hasattr(value, "item") and getattr(value, "size", 1) != 0 else value
+    real = value
+    if hasattr(value, "item"):
+        with contextlib.suppress(ValueError, RuntimeError):  # it has not one element
+            real = value.item()
     if not isinstance(real, numbers.Real):
         return _wrong_type(value, name, "a finite float")
     try:
