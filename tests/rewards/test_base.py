@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dora.errors import RewardError
-from dora.rewards.base import RewardResult, load_reward, score_one
+from dora.rewards.base import RewardInput, RewardResult, load_reward, score, score_one
 
 
 def test_a_function_is_loaded_from_a_file(tmp_path: Path) -> None:
@@ -139,6 +139,22 @@ def test_prompt_completion_and_row_reach_the_function() -> None:
         return float(prompt == "p" and completion == "c" and row == {"answer": 4})
 
     assert score_one(reward, "p", "c", {"answer": 4}).reward == 1.0
+
+
+def test_a_function_may_change_its_arguments() -> None:
+    def reward(prompt: list[dict[str, str]], completion: str, *, words: list[str]) -> float:
+        prompt.append({"role": "assistant", "content": completion})
+        words.remove(completion)
+        return float(len(prompt) - len(words))
+
+    def rewards(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+        pairs = zip(prompts, completions, columns["words"], strict=True)
+        return [reward(prompt, completion[0]["content"], words=own) for prompt, completion, own in pairs]
+
+    prompt, row = [{"role": "user", "content": "?"}], {"words": ["a", "b"]}
+    inputs = [RewardInput(prompt, "b", [], row)] * 3
+    for function in (reward, rewards):
+        assert [result.reward for result in score(function, inputs)] == [1.0] * 3
 
 
 def test_an_async_function_is_awaited() -> None:

@@ -18,7 +18,8 @@ import math
 import numbers
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -95,7 +96,12 @@ def _load(name: str, key: str, options: Mapping[str, Any] | None) -> RewardFunct
 
 
 def score(function: RewardFunction, inputs: Sequence[RewardInput]) -> Iterator[RewardResult]:
-    """Score completions in order. A function that scores all at once may yield a single failure."""
+    """Score completions in order. A function that scores all at once may yield a single failure.
+
+    Each completion has its own copy of the prompt and the row: what a function changes in them does not reach
+    the siblings.
+    """
+    inputs = [replace(item, prompt=deepcopy(item.prompt), row=deepcopy(item.row)) for item in inputs]
     if takes_batches(function):
         yield from score_batch(function, inputs)
         return
