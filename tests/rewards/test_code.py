@@ -137,6 +137,14 @@ def test_assertions_are_evaluated(program: str, tests: list[str], expected: floa
     assert PassedTests(test_s=0.5)("", program, tests=tests) == expected
 
 
+def test_each_assertion_has_the_time_of_a_test(reward: PassedTests) -> None:
+    hangs = "def f(a):\n  while a < 0: pass\n  return a"
+    assert reward("", hangs, tests=["assert f(-1) == 1", "assert f(1) == 1", "assert f(2) == 2"]) == 2 / 3
+    slow = "import time\ndef f(a):\n  end = time.monotonic() + 0.9\n  while time.monotonic() < end: pass\n"
+    strict = PassedTests(test_s=1.5, answer_s=20.0, all_or_nothing=True)
+    assert strict("", slow, tests=["assert f(1) is None", "assert f(2) is None"]) == 1.0
+
+
 @pytest.mark.parametrize(
     ("values", "total"),
     [

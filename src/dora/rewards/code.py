@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ class PassedTests:
         """Whether each test passes, input-output tests first; a test without time left fails."""
         for test in tests:
             if isinstance(test, InputOutputTest):
-                limits = self._limits(1, deadline_s)
+                limits = self._limits(deadline_s)
                 yield limits is not None and self._prints_expected(program, test, limits)
         assertions = [test for test in tests if isinstance(test, AssertionTest)]
         if assertions:
@@ -104,26 +104,29 @@ class PassedTests:
     def _evaluate_calls(
         self, program: str, assertions: Sequence[AssertionTest], deadline_s: float
     ) -> list[list[str]]:
-        """JSON of the values of each assertion's calls, as many as came in time; "" for a call without one.
+        """JSON of the values of each assertion's calls; "" for a call without one, [] for unfinished calls.
 
-        If a call ends the process or takes too long, the assertions after it are evaluated in another one.
+        A process has the time of one test. The assertion in which it ends is evaluated in another process,
+        and has failed if it is unfinished there, too.
         """
         found: list[list[str]] = []
-        num_bytes, may_continue = _VALUES_BYTES, True
-        while may_continue and num_bytes > 0 and (rest := assertions[len(found) :]):
-            limits = self._limits(len(rest), deadline_s, num_bytes)
+        num_bytes = _VALUES_BYTES
+        while num_bytes > 0 and (rest := assertions[len(found) :]):
+            limits = self._limits(deadline_s, num_bytes)
             if limits is None:
                 break
             request = {"program": program, "calls": [call for assertion in rest for call in assertion.calls]}
             output = self._sandbox.run(_EVALUATE_CALLS, json.dumps(request).encode(), limits).output
             num_bytes -= len(output)
             lines = iter(output.decode(errors="replace").split("\n")[:-1])
-            is_loaded = next(lines, None) is not None
-            may_continue = is_loaded and not self._all_or_nothing
-            for assertion in rest:
-                found.append([*islice(lines, len(assertion.calls))])
-                if len(found[-1]) < len(assertion.calls):
-                    break
+            if next(lines, None) is None:  # the program does not load
+                break
+            values = [[*islice(lines, len(assertion.calls))] for assertion in rest]
+            pairs = zip(rest, values, strict=True)
+            finished = [*takewhile(lambda pair: len(pair[0].calls) == len(pair[1]), pairs)]
+            found += [own for _, own in finished] or [[]]
+            if self._all_or_nothing and not finished:
+                break
         return found + [[] for _ in assertions[len(found) :]]
 
     def _check_assertions(
@@ -140,11 +143,9 @@ class PassedTests:
         replies = iter(output.split())
         return [has_value and next(replies, b"") == b"1" for has_value in has_values]
 
-    def _limits(
-        self, num_tests: int, deadline_s: float, output_bytes: int = OUTPUT_BYTES
-    ) -> SandboxLimits | None:
+    def _limits(self, deadline_s: float, output_bytes: int = OUTPUT_BYTES) -> SandboxLimits | None:
         """Limits of the next run; None if the time of the completion is over."""
-        seconds = min(num_tests * self._test_s, deadline_s - time.monotonic())
+        seconds = min(self._test_s, deadline_s - time.monotonic())
         return SandboxLimits(seconds, self._memory_bytes, output_bytes) if seconds > 0 else None
 
 
