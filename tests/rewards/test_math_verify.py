@@ -107,6 +107,13 @@ def test_an_answer_that_names_several_values_is_wrong(verify: RewardFunction, fi
     assert verify("", final, answer="5") == float(final == r"\boxed{1234}\boxed{5}")  # the last box counts
 
 
+@pytest.mark.parametrize("answer", ["(100,200)", "[1,100]", r"\{1,100\}"])
+def test_a_comma_within_brackets_separates_values(verify: RewardFunction, answer: str) -> None:
+    assert verify("", rf"\boxed{{{answer}}}", answer=answer) == 1.0
+    assert verify("", rf"\boxed{{{answer.replace(',', '')}}}", answer=answer) == 0.0
+    assert verify("", rf"\boxed{{{answer.strip('()[]{}').replace(',', '')}}}", answer=answer) == 0.0
+
+
 @pytest.mark.parametrize("final", ["#### 18%", r"\boxed{18\%}", "#### 18 percent", "It is 18%.", "#### 18"])
 @pytest.mark.parametrize("sign", ["", "%"])
 def test_a_percent_sign_is_ignored(verify: RewardFunction, final: str, sign: str) -> None:
@@ -125,6 +132,11 @@ def test_a_percent_sign_is_ignored(verify: RewardFunction, final: str, sign: str
         ("x = 2 or x = 3", r"x = 2 \text{ or } x = 3"),
         ("no solution", r"\text{no solution}"),
         ("(1, 2)", "(1,2)"),
+        ("(100,200)", "(100, 200)"),
+        ("[0, 100)", r"\left[0,100\right)"),
+        (r"\{1,200\}", r"\{200, 1\}"),
+        (r"\sqrt{1,000}", r"10\sqrt{10}"),
+        (r"(1{,}000, 2)", "(1000,2)"),
         ("1, 2", "2, 1"),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "\n\\begin{pmatrix}\n1 \\\\\n2\n\\end{pmatrix}\n"),
     ],

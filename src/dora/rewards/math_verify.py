@@ -32,6 +32,7 @@ _DELIMITERS = (("**", "**"), (r"\(", r"\)"), (r"\[", r"\]"))
 _PERCENT = re.compile(r"\\?%|\b[Pp]ercent(?:age)?\b")
 _UNITS = re.compile(rf"{_PERCENT.pattern}|\\?\$")
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:,|\{,\}|,\\!|\\,)\d{3})+(?!\d)")
+_OPENING, _CLOSING = re.compile(r"[(\[]|\\\{"), re.compile(r"[)\]]|\\\}")  # of intervals, points and sets
 _SCIENTIFIC = re.compile(r"(\d)[eE]([+-]?\d+)(?!\w)")
 _NUMBER_WITH_WORDS = re.compile(r"(\S+)[A-Za-z \-]+")
 _EQUALS = re.compile(r"(?<![\\<>!:])==?|\\equiv(?![A-Za-z])")
@@ -82,11 +83,18 @@ def _normalized(text: str) -> str:
     for opening, closing in _DELIMITERS:
         if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening + closing):
             text = text[len(opening) : -len(closing)]
-    text = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text.strip())
+    text = _THOUSANDS.sub(_without_signs_of_thousands, text.strip())
     words = _NUMBER_WITH_WORDS.fullmatch(text)
     if words is not None and parse_number(words[1]) is not None:
         text = words[1]
     return _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
+
+
+def _without_signs_of_thousands(number: re.Match[str]) -> str:
+    """The digits of a number. Within brackets a plain comma separates values, as in (100,200)."""
+    before = number.string[: number.start()]
+    is_list = len(_OPENING.findall(before)) > len(_CLOSING.findall(before))
+    return number[0] if is_list and re.search(r"\d,\d", number[0]) else re.sub(r"\D", "", number[0])
 
 
 def _sides(text: str, has_equation: bool) -> list[str]:
