@@ -36,6 +36,7 @@ _OPENING, _CLOSING = re.compile(r"[(\[]|\\\{"), re.compile(r"[)\]]|\\\}")  # of 
 _SCIENTIFIC = re.compile(r"(\d)[eE]([+-]?\d+)(?!\w)")
 _NUMBER_WITH_WORDS = re.compile(r"(\S+)[A-Za-z \-]+")
 _EQUALS = re.compile(r"(?<![\\<>!:])==?|\\equiv(?![A-Za-z])")
+_LIST = re.compile(r"[,;]|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
 _NAME = re.compile(r"\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?'?(?:\([A-Za-z]\))?")  # x, \theta, x_{1}, f(x)
 _PROSE = re.compile(
     r"####|\\boxed|(?=.*\d).*[A-Za-z]{2}\s+[A-Za-z]{2}|(?:[A-Za-z]+\s+){5}[A-Za-z]", re.DOTALL
@@ -102,7 +103,7 @@ def _sides(text: str, has_equation: bool) -> list[str]:
 
     If the right answer has an equation itself, or the answer is a list, it is compared as a whole.
     """
-    if has_equation or "," in text or ";" in text:
+    if has_equation or _LIST.search(text):
         return [text]
     sides = [side.strip() for side in _EQUALS.split(text)]
     return [side for side in sides if not _NAME.fullmatch(side)] or [text]
