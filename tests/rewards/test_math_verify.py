@@ -109,6 +109,28 @@ def test_an_answer_that_names_several_values_is_wrong(verify: RewardFunction, fi
     assert verify("", final, answer="5") == float(final == r"\boxed{1234}\boxed{5}")  # the last box counts
 
 
+@pytest.mark.parametrize(
+    ("final", "answer", "reward"),
+    [
+        ("1.6e-19", r"1.6 \times 10^{-19}", 1.0),
+        (r"1.60 \times 10^{-19}", "1.6e-19", 1.0),
+        ("0.00012", r"\frac{3}{25000}", 1.0),
+        ("-0.00012", "-0.00012", 1.0),
+        ("3.2e-19", "1.6e-19", 0.0),
+        (r"9.1 \times 10^{-31}", r"6.6 \times 10^{-34}", 0.0),
+        ("0", "0.0000002", 0.0),
+        ("0.0000001", "0.0000002", 0.0),
+        ("0.0001204", "0.00012", 0.0),
+        ("0.333333", r"\frac{1}{3}", 1.0),
+        ("0.012346", r"\frac{1}{81}", 1.0),
+    ],
+)
+def test_small_numbers_are_not_all_equal(
+    verify: RewardFunction, final: str, answer: str, reward: float
+) -> None:
+    assert verify("", rf"\boxed{{{final}}}", answer=answer) == reward
+
+
 @pytest.mark.parametrize("answer", ["(100,200)", "[1,100]", r"\{1,100\}"])
 def test_a_comma_within_brackets_separates_values(verify: RewardFunction, answer: str) -> None:
     assert verify("", rf"\boxed{{{answer}}}", answer=answer) == 1.0

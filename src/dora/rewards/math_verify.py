@@ -28,6 +28,7 @@ except ImportError as error:
 TIMEOUT_S = 2  # of each call of the library
 BUDGET_S = 4  # no further side of an equation is read after this time
 MAX_LENGTH = 2000  # of a marked answer; a longer one is wrong (characters)
+_SMALL, _RELATIVE_DIFFERENCE = 1e-3, 1e-3  # numbers below the first differ by at most the second
 _DELIMITERS = (("**", "**"), (r"\(", r"\)"), (r"\[", r"\]"))
 _PERCENT = re.compile(r"\\?%|\b[Pp]ercent(?:age)?\b")
 _UNITS = re.compile(rf"{_PERCENT.pattern}|\\?\$")
@@ -124,4 +125,19 @@ def _find_last(text: str) -> list[Any]:
 
 
 def _is_equal(expected: list[Any], found: list[Any]) -> bool:
-    return bool(math_verify.verify(expected, found, timeout_seconds=TIMEOUT_S))
+    is_equal = bool(math_verify.verify(expected, found, timeout_seconds=TIMEOUT_S))
+    return is_equal and _is_near(expected[0], found[0])
+
+
+def _is_near(expected: Any, found: Any) -> bool:
+    """Whether a small number is near the expected one. The library rounds to six decimals, so that all small
+    numbers are equal to it.
+    """
+    if not (getattr(expected, "is_number", False) and getattr(found, "is_number", False)):
+        return True
+    try:
+        number = complex(expected)
+        is_small = 0 < abs(number) < _SMALL
+        return not is_small or abs(complex(found) - number) <= _RELATIVE_DIFFERENCE * abs(number)
+    except Exception:  # of many types: a number beyond floats, or one that cannot be evaluated
+        return True
