@@ -35,6 +35,8 @@ _UNITS = re.compile(rf"{_PERCENT.pattern}|\\?\$")
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:,|\{,\}|,\\!|\\,)\d{3})+(?!\d)")
 _OPENING, _CLOSING = re.compile(r"[(\[]|\\\{"), re.compile(r"[)\]]|\\\}")  # of intervals, points and sets
 _SCIENTIFIC = re.compile(r"(\d)[eE]([+-]?\d+)(?!\w)")
+_MIXED = re.compile(r"(?<![\d./])(\d+) (\d+)/(\d+)(?!\d)")  # 1 1/2
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\{(\d+)\}(?!\d)")  # 0.1\overline{6}
 _NUMBER_WITH_WORDS = re.compile(r"(\S+)[A-Za-z \-]+")
 _EQUALS = re.compile(r"(?<![\\<>!:])==?|\\equiv(?![A-Za-z])")
 _LIST = re.compile(r"[,;]|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
@@ -86,6 +88,8 @@ def _normalized(text: str) -> str:
         if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening + closing):
             text = text[len(opening) : -len(closing)]
     text = _THOUSANDS.sub(_without_signs_of_thousands, text.strip())
+    text = _REPEATING.sub(_as_fraction, _MIXED.sub(r"\1\\frac{\2}{\3}", text))
+    text = text.replace(r"\varnothing", r"\emptyset")
     words = _NUMBER_WITH_WORDS.fullmatch(text)
     if words is not None and parse_number(words[1]) is not None:
         text = words[1]
@@ -97,6 +101,13 @@ def _without_signs_of_thousands(number: re.Match[str]) -> str:
     before = number.string[: number.start()]
     is_list = len(_OPENING.findall(before)) > len(_CLOSING.findall(before))
     return number[0] if is_list and re.search(r"\d,\d", number[0]) else re.sub(r"\D", "", number[0])
+
+
+def _as_fraction(decimal: re.Match[str]) -> str:
+    """The fraction that a decimal with repeating digits equals."""
+    whole, fixed, repeating = decimal.groups()
+    difference = int(whole + fixed + repeating) - int(whole + fixed or "0")
+    return rf"\frac{{{difference}}}{{{(10 ** len(repeating) - 1) * 10 ** len(fixed)}}}"
 
 
 def _sides(text: str, has_equation: bool) -> list[str]:
