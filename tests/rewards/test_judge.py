@@ -85,6 +85,22 @@ def test_a_minus_sign_belongs_to_the_grade(reply: str, grade: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "reply",
+    [
+        "Score (0-10): 7",
+        "**Score [1 to 10]:** 7",
+        "Score (0.0-10.0): 7",
+        "Score (out of 10): 7",
+        "Score (7): 2 errors",
+        "Score: 7 (0-10)",
+    ],
+)
+def test_a_range_is_no_grade(reply: str) -> None:
+    assert re.findall(_SCORE, reply) == ["7"]
+    assert re.findall(_SCORE, "Score (0-10) [12-20]\nScore: .5") == [".5"]
+
+
+@pytest.mark.parametrize(
     ("options", "why"),
     [
         ({"url": "http://127.0.0.1:9/v1"}, "/models names no model"),

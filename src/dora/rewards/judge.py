@@ -22,7 +22,10 @@ from dora.openai_server import OpenAIServer
 
 Text = str | Sequence[Mapping[str, str]]  # or the messages of a conversation
 
-_SCORE = r"(?i)score\W*?(-?\d+(?:\.\d+)?)"  # as in "Score: 7" or "**Score:** 7/10"
+# The number in "Score: 7", "**Score:** 7/10", "Score (7)" and "Score (0-10): 7"; not one of a range.
+_NUMBER, _RANGE_END = r"-?(?:\d+(?:\.\d+)?|\.\d+)", r"\s*(?:-|\u2013|to)\s*[\d.]+\s*[)\]]"
+_REMARK = rf"[(\[](?!\s*{_NUMBER}\s*[)\]])[^()\[\]]*[)\]]"
+_SCORE = rf"(?i)score\W*?(?:{_REMARK}\W*?)??({_NUMBER})(?!\.?\d|{_RANGE_END})"
 _CACHE_TIMEOUT_S = 30.0  # while another worker writes
 
 
