@@ -75,6 +75,22 @@ def test_a_function_that_can_be_called_passes(
     check_signature(function, "reward.function", columns)
 
 
+def test_a_function_whose_first_arguments_are_in_another_order_is_refused() -> None:
+    def swapped(completion: str, prompt: str, **row: Any) -> float:
+        return 0.0
+
+    def without_prompt(completion: str, solution: str) -> float:
+        return 0.0
+
+    def own_names(question: str, response: str) -> float:
+        return 0.0
+
+    for function in (swapped, without_prompt):
+        with pytest.raises(RewardError, match="gets the prompt as its first argument"):
+            check_signature(function, "reward.function", ())
+    check_signature(own_names, "reward.function", ())
+
+
 def test_unknown_columns_are_not_required() -> None:
     check_signature(without_row, "reward.function", None)
     check_signature(without_row, "reward.function", ())

@@ -58,7 +58,8 @@ def test_it_gets_the_arguments_of_verl(file: Path, name: str) -> None:
 
 
 def test_the_ground_truth_may_be_a_column(file: Path) -> None:
-    assert rewards(file, "only_answers", {"ground_truth": "72"}) == [1.0, 0.0]
+    for row in ({}, {"reward_model": None}, {"reward_model": {"style": "rule"}}):
+        assert rewards(file, "only_answers", {**row, "ground_truth": "72"}) == [1.0, 0.0]
 
 
 def test_a_dictionary_needs_a_score(file: Path) -> None:

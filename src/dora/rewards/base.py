@@ -143,7 +143,9 @@ def score_one(
 def _ground_truth(row: Mapping[str, Any]) -> Any:
     """verl's data has it in the column `reward_model`."""
     reward_model = row.get("reward_model")
-    return reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else row.get("ground_truth")
+    if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
+        return reward_model["ground_truth"]
+    return row.get("ground_truth")
 
 
 def score_batch(function: RewardFunction, inputs: Sequence[RewardInput]) -> list[RewardResult]:
@@ -282,6 +284,8 @@ def check_signature(
             "or give the parameter a default"
         )
     is_batch, arguments = _is_batch_signature(signature), _arguments(signature)
+    if not is_batch:
+        _check_order(signature, f"{source}: {declared}")
     passed = [*(_required_columns(signature, arguments) if columns is None else columns)]
     passed += [FINISH_REASON] if FINISH_REASON in signature.parameters else []
     try:
@@ -300,6 +304,19 @@ def check_signature(
         raise RewardError(
             f"{source}: {declared} is annotated to return {returned}, and must return {expected}; "
             f"write it as\n{EXAMPLES}"
+        )
+
+
+def _check_order(signature: inspect.Signature, declared: str) -> None:
+    """Raises RewardError, which begins with `declared`, if the names of the first two parameters are not in
+    the order in which they are passed.
+    """
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [name for name, parameter in signature.parameters.items() if parameter.kind in kinds]
+    if names[:1] == ["completion"] or names[1:2] == ["prompt"]:
+        raise RewardError(
+            f"{declared} gets the prompt as its first argument and the completion as its second; write it "
+            f"as\n{EXAMPLES}"
         )
 
 
