@@ -42,6 +42,8 @@ class Countdown(Environment):
                 raise SystemExit("no license left")
             case "cancel":
                 raise asyncio.CancelledError
+            case "panic":
+                raise Panic("index out of bounds")
             case "empty":
                 return Step("", 1.0, False)
             case "nan":
@@ -55,6 +57,10 @@ class Countdown(Environment):
 
     def close(self) -> None:
         self.is_closed = True
+
+
+class Panic(BaseException):
+    """What libraries in Rust raise is no Exception either."""
 
 
 def add_to(made: list[Countdown]) -> Countdown:

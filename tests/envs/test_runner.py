@@ -125,6 +125,7 @@ async def test_an_observation_that_leaves_one_token_continues_the_episode() -> N
         ("list", "environment raised TypeError", "must be a string, or messages such as"),
         ("exit", "environment raised SystemExit", "no license left"),
         ("cancel", "environment raised CancelledError", ""),
+        ("panic", "environment raised Panic", "index out of bounds"),
     ],
 )
 def test_an_error_of_an_environment_fails_its_episode_by_name(action: str, reason: str, detail: str) -> None:

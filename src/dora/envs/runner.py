@@ -125,7 +125,9 @@ class EnvRunner:
             rewards = await start(environment)
             self._send(await self._run_turns(episode, environment, rewards))
             self._idle.append(environment)
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        except (GeneratorExit, KeyboardInterrupt):  # this process ends
+            raise
+        except BaseException as error:  # such as a panic of a library in Rust
             if episode in self._tasks:  # not cancelled by `cancel`
                 self._send(EpisodeFailed(episode, failure_reason(error), traceback.format_exc()))
             if environment is not None:
