@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import os
 import socket
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.envs.countdown import Countdown, StoredCountdown, add_to, run_ready_tasks
@@ -42,6 +44,17 @@ async def test_an_episode_runs_on_a_host() -> None:
         assert await environment.step("-") == Step("1", 1.0, False)
         assert await environment.step("-") == Step("", 1.0, True)
         assert await environment.reset({"from": 1}, 0) == "1:"
+        environment.close()
+
+
+async def test_a_row_may_have_values_that_json_has_not() -> None:
+    class Calendar(Countdown):
+        async def reset(self, row: Mapping[str, Any], seed: int) -> str:
+            return str(row["day"])
+
+    async with hosted(Calendar) as host:
+        environment = connect([host])
+        assert await environment.reset({"day": datetime.date(2020, 1, 31)}, 0) == "2020-01-31"
         environment.close()
 
 

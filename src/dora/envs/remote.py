@@ -211,4 +211,5 @@ async def _execute(environment: Environment, call: object) -> dict[str, Any]:
 
 
 def _encode_line(value: object) -> bytes:
-    return json.dumps(value).encode() + b"\n"
+    """A value without a JSON type, such as a date of a row, becomes a string."""
+    return json.dumps(value, default=str).encode() + b"\n"
