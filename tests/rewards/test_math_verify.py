@@ -196,6 +196,13 @@ def test_a_solution_without_a_marked_answer_is_refused(verify: RewardFunction, a
         verify("", "#### 72", answer=answer)
 
 
+@pytest.mark.parametrize("answer", [None, True, float("nan"), ["1", "2"], {"value": "72"}])
+def test_a_column_without_text_or_number_is_refused(verify: RewardFunction, answer: object) -> None:
+    with pytest.raises(ValueError, match="is neither a text nor a number"):
+        verify("", "#### 72", answer=answer)
+    assert [verify("", "#### 72", answer=each) for each in (72, 72.0, ["72"])] == [1.0] * 3
+
+
 def test_what_takes_too_long_is_wrong(verify: RewardFunction) -> None:
     began_s = time.monotonic()
     assert score_one(verify, "", "#### 10^1000000000", {"answer": "#### 72"}).reward == 0.0

@@ -9,6 +9,7 @@ thread. A call that still hangs is ended after reward.timeout_s.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from typing import Any
@@ -53,7 +54,7 @@ def reward(prompt: Any, completion: str, *, answer: object, **row: object) -> fl
     library finds. Thoughts do not count. Raises ValueError if `answer` cannot be read.
     """
     began_s = time.monotonic()
-    expected_text = _expected_answer(str(answer))
+    expected_text = _expected_answer(_text_of(answer))
     expected = _parse(expected_text)
     if not expected:
         raise ValueError(f"the column answer = {answer!r:.80} holds nothing that math-verify can read")
@@ -67,6 +68,16 @@ def reward(prompt: Any, completion: str, *, answer: object, **row: object) -> fl
         if time.monotonic() - began_s > BUDGET_S or not _is_equal(expected, _parse(side)):
             return 0.0
     return 1.0
+
+
+def _text_of(answer: object) -> str:
+    """The text of a column. Raises ValueError for anything but a text or a number, alone or in a list."""
+    if isinstance(answer, list) and len(answer) == 1:
+        (answer,) = answer
+    is_number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
+    if not (isinstance(answer, str) or is_number):
+        raise ValueError(f"the column answer = {answer!r:.80} is neither a text nor a number")
+    return str(answer)
 
 
 def _expected_answer(text: str) -> str:
