@@ -24,6 +24,10 @@ ANSWER = "She sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"
         r"#### 71, no: \boxed{72}",
         r"\boxed{71}, no: #### 72",
         r"\boxed{72\text{ clips}}",
+        r"\boxed{72\,\text{clips}}",
+        "#### **72**",
+        "**#### 72.**",
+        "#### **72**.",
     ],
 )
 def test_the_right_final_answer_is_rewarded(completion: str) -> None:
@@ -59,6 +63,10 @@ def test_the_last_final_answer_counts() -> None:
         ("1,234.50", Fraction(2469, 2)),
         ("-3/4", Fraction(-3, 4)),
         (r"-\dfrac{3}{4}", Fraction(-3, 4)),
+        (r"\frac{-3}{4}", Fraction(-3, 4)),
+        (r"-\frac{-3}{4}", Fraction(3, 4)),
+        (r"+\frac{-3}{4}", Fraction(-3, 4)),
+        ("\N{MINUS SIGN}3.5", Fraction(-7, 2)),
         (".5", Fraction(1, 2)),
         ("0.1", Fraction(1, 10)),
         (r"25\%", Fraction(25)),

@@ -13,9 +13,10 @@ from typing import Any
 from dora.rewards.thoughts import without_thoughts
 
 _MARK = "####"  # GSM8K writes it before the final answer
-_UNITS = re.compile(r"(?:^|(?<=^[+-]))\\?\$|\\?[$%]$|\\text\{[^}]*\}$")
+_MINUS = "\N{MINUS SIGN}"
+_UNITS = re.compile(r"(?:^|(?<=^[+-]))\\?\$|\\?[$%]$|(?:\\[,;: ])*\\text\{[^}]*\}$")
 _COMMAS = re.compile(r"\{,\}|,\\!")  # of thousands, in LaTeX
-_FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
+_FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{(-?)(\d+)\}\{(\d+)\}")
 _NUMBER = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)?(?:\.\d+)?", re.ASCII)
 _RATIO = re.compile(r"[+-]?\d+/\d+", re.ASCII)
 
@@ -44,10 +45,12 @@ def final_answer(text: str) -> str | None:
 
 def parse_number(text: str) -> Fraction | None:
     r"""The rational number that a text writes: 1,234.50, -3/4 or \frac{3}{4}; None if it writes none."""
-    text = _COMMAS.sub(",", _UNITS.sub("", text.strip().removesuffix("."))).strip()
+    text = text.strip().lstrip("*").rstrip("*.").replace(_MINUS, "-")
+    text = _COMMAS.sub(",", _UNITS.sub("", text)).strip()
     fraction = _FRACTION.fullmatch(text)
     if fraction is not None:
-        text = f"{fraction[1]}{fraction[2]}/{fraction[3]}"
+        sign = "-" if (fraction[1] == "-") != (fraction[2] == "-") else ""
+        text = f"{sign}{fraction[3]}/{fraction[4]}"
     if not text or not (_NUMBER.fullmatch(text) or _RATIO.fullmatch(text)):
         return None
     try:
