@@ -64,6 +64,10 @@ class Batched:
     def __call__(self, prompts, completions, behavior, **columns):
         if "raises" in behavior:
             raise ValueError("bad row")
+        if "crashes" in behavior:
+            os.kill(os.getpid(), 9)
+        if "hangs" in behavior:
+            time.sleep(3600)
         return [self.factor * len(prompts)] * len(prompts)
 """
 

@@ -209,6 +209,23 @@ def test_the_first_failure_of_each_task_is_printed_once_with_its_traceback(bench
     assert traceback.endswith("ValueError: bad row")
 
 
+@pytest.mark.parametrize("behavior", ["crashes", "hangs"])
+def test_only_the_group_of_a_micro_batch_that_ends_or_blocks_its_worker_fails(
+    bench: RewardBench, behavior: str
+) -> None:
+    bench.open(bench.task("sum", "Batched", {"factor": 1.0}, batch_request=BatchRequest(max_rows=100)))
+    groups = [bench.submit(row, behavior=each) for row, each in enumerate(("normal", behavior, "normal"))]
+    if behavior == "hangs":
+        for _ in range(2):  # in the micro-batch, and alone
+            bench.time_out(groups[1])
+    scored = {GroupScored(groups[row], (2.0, 2.0)) for row in (0, 2)}
+    (failed,) = {*bench.wait_for(3)} - scored
+    assert isinstance(failed, ScoringFailed)
+    assert failed.group == groups[1]
+    later = GroupScored(bench.submit(3, behavior="normal"), (2.0, 2.0))
+    assert {*bench.wait_for(4)} == {*scored, failed, later}
+
+
 def test_a_failed_group_has_one_event_although_another_task_scores_it_later(bench: RewardBench) -> None:
     bench.open(bench.task("late"), bench.task("sum", "Batched", {"factor": 1.0}))
     failed = bench.submit(0, behavior="raises")

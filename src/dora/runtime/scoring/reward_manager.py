@@ -45,7 +45,8 @@ class _Call:
 
 class RewardWorkers:
     """The processes of one task. The groups of a lost worker are retried once, because usually they are not
-    the cause. A group fails if a second worker is lost with it, or if its call takes too long.
+    the cause. A group fails if a second worker is lost with it, or if its call takes too long. If the call
+    scored several groups, the next worker scores one at a time, so that only the cause fails.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class RewardWorkers:
         self._task, self._stream, self._supervisor, self._notice = task, stream, supervisor, notice
         self._pending, self._complete, self._report = pending, complete, report
         self._retried: set[GroupId] = set()  # groups that were in a lost worker before
+        self._one_by_one: set[Slot] = set()  # whose worker gets one group at a time
         role = Role(f"{task.title}s", heartbeat_timeout_s=task.heartbeat_timeout_s, restarts_at_once=True)
         self._calls = {supervisor.add(self, role, number): _Call() for number in range(task.num_workers)}
         for slot in self._calls:
@@ -129,7 +131,8 @@ class RewardWorkers:
         cause = "blocked" if loss.is_timeout else "ended"
         delay = f" in {loss.restart_in_s:g} s" if loss.restart_in_s else ""
         self._notice(f"the {loss.worker.name} is replaced{delay}: {loss.reason}")
-        failed = tuple(group for group in groups if group in self._retried)
+        is_alone = self._note_lost_call(slot, groups)
+        failed = tuple(group for group in groups if is_alone and group in self._retried)
         self._retried.update(groups)
         if failed:
             failure = f"{self._task.name} {cause} its process: {loss.reason}"
@@ -140,7 +143,8 @@ class RewardWorkers:
         task, stream = self._task, self._stream
         name = f"{task.title} {slot.number}" if task.num_workers > 1 else task.title
         self._calls[slot] = _Call()
-        spec = m.RewardWorkerSpec(task.reward, stream.folder, task.batch_request, stream.storage.remote)
+        batch_request = ONE_GROUP if slot in self._one_by_one else task.batch_request
+        spec = m.RewardWorkerSpec(task.reward, stream.folder, batch_request, stream.storage.remote)
         self._supervisor.start(slot, name, run_reward_worker, spec)
 
     def end(self) -> None:
@@ -175,9 +179,20 @@ class RewardWorkers:
         """Replace a worker that runs, but whose call takes too long."""
         groups, task = self._calls[slot].groups, self._task
         reason = f"{task.name} took longer than {task.timeout_key} = {task.timeout_s:g}"
-        self._clear(groups)
+        is_alone = self._note_lost_call(slot, groups)
+        if is_alone:
+            self._clear(groups)
         self._replace(slot, reason)
-        self._report(m.TaskFailed(groups, reason, reason))
+        if is_alone:
+            self._report(m.TaskFailed(groups, reason, reason))
+
+    def _note_lost_call(self, slot: Slot, groups: Sequence[GroupId]) -> bool:
+        """Whether the lost call scored a single group; else the slot's next worker gets one at a time."""
+        if len(groups) > 1:
+            self._one_by_one.add(slot)
+        elif groups:
+            self._one_by_one.discard(slot)
+        return len(groups) == 1
 
     def _clear(self, groups: Iterable[GroupId]) -> None:
         """Remove failed groups from the stream. The trainer reads those that were scored meanwhile."""
