@@ -12,14 +12,14 @@ from typing import Any
 class FakeOpenAI(ThreadingHTTPServer):
     """Replies `reply(path, body)` to each POST, or status 400 with `refusal`.
 
-    The next `num_failures` requests get status 503.
+    The next `num_failures` requests get the status `failure`.
     """
 
     def __init__(self, reply: Callable[[str, Any], Any]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.reply = reply
         self.requests: list[tuple[str, Any, str | None]] = []  # path, body and authorization
-        self.num_failures = 0
+        self.num_failures, self.failure = 0, 503
         self.refusal: str | None = None
         self.models: list[dict[str, str]] = [{"id": "served"}]
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
@@ -41,7 +41,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.requests.append((self.path, body, self.headers["Authorization"]))
         if self.server.num_failures:
             self.server.num_failures -= 1
-            self.send_error(503)
+            self.send_error(self.server.failure)
             return
         if self.server.refusal is not None:
             self.send_response(400)

@@ -8,12 +8,13 @@ import os
 import time
 import urllib.error
 import urllib.request
-from typing import Any
+from typing import Any, TypeGuard
 
 from dora.errors import InputError, RunError
 
 _RETRY_INTERVAL_S = 1.0
 _REASON_BYTES = 300
+_BUSY = (408, 429)  # statuses of a server that accepts the request later
 _FAILURES = (OSError, http.client.HTTPException, ValueError)  # ValueError: the reply is not JSON
 
 
@@ -38,13 +39,13 @@ class OpenAIServer:
             ) from error
 
     def post(self, path: str, body: object) -> Any:
-        """The reply; a server that fails or is not there is asked again. Raises RunError."""
+        """The reply; a server that fails, is busy or is not there is asked again. Raises RunError."""
         until_s = time.monotonic() + self._timeout_s
         while True:
             try:
                 return self._call(path, body)
             except _FAILURES as error:
-                if isinstance(error, urllib.error.HTTPError) and 400 <= error.code < 500:
+                if _is_refusal(error):
                     with error:
                         reason = " ".join(error.read(_REASON_BYTES).decode(errors="replace").split())
                     raise RunError(
@@ -66,3 +67,8 @@ class OpenAIServer:
         request = urllib.request.Request(f"{self.url}/{path}", content, headers)
         with urllib.request.urlopen(request, timeout=self._timeout_s) as reply:
             return json.load(reply)
+
+
+def _is_refusal(error: Exception) -> TypeGuard[urllib.error.HTTPError]:
+    """Whether the server will not accept the request later either."""
+    return isinstance(error, urllib.error.HTTPError) and 400 <= error.code < 500 and error.code not in _BUSY

@@ -51,6 +51,16 @@ def test_each_different_completion_is_graded_once(server: FakeOpenAI, rubric: st
     }
 
 
+@pytest.mark.parametrize("status", [408, 429, 503])
+def test_a_busy_judge_is_asked_again(
+    server: FakeOpenAI, rubric: str, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr("dora.openai_server._RETRY_INTERVAL_S", 0.01)
+    judge = Judge(server.url, rubric)
+    server.num_failures, server.failure = 2, status
+    assert judge(["1+1"], ["two"], answer=["2"]) == [0.3]
+
+
 def test_other_workers_and_runs_find_grades_in_the_cache(
     server: FakeOpenAI, rubric: str, tmp_path: Path
 ) -> None:
