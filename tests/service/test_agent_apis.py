@@ -151,6 +151,18 @@ def test_a_client_that_strips_or_does_not_parse_a_turn_continues_its_tokens(run:
     assert "tool_call" not in text_of(run, observed.token_ids)
 
 
+def test_a_client_that_writes_whole_numbers_without_a_fraction_continues_its_tokens(run: FakeRun) -> None:
+    """As JSON.stringify does."""
+    body = {"messages": [USER], "tools": TOOLS}
+    answer = ask(run, OPENAI, body, CALL_TEXT.replace('"a": 1', '"a": -1.0, "b": [0.5, 1e3]'))
+    message = answer.json()["choices"][0]["message"]
+    run.replies()
+    message["tool_calls"][0]["function"]["arguments"] = '{"a":-1,"b":[0.5,1000]}'
+    assert ask(run, OPENAI, body | {"messages": [USER, message, TOOL]}, "2", number=1).status_code == 200
+    (observed,) = run.replies()
+    assert isinstance(observed, EpisodeObservation)
+
+
 def test_a_compacted_history_keeps_the_sampled_tokens_of_its_turns(run: FakeRun) -> None:
     ask(run, OPENAI, {"messages": [USER]}, "aXb")
     run.replies()

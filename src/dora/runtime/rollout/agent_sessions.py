@@ -63,8 +63,19 @@ MessageKey = tuple[str, tuple[ToolCall, ...]]
 
 
 def _key(message: ChatMessage) -> MessageKey:
-    """Equal for messages that differ only in spaces at their ends, which clients strip."""
-    return message.content.strip(), message.calls
+    """Equal for messages that differ only in spaces at their ends, which clients strip, or in how they write
+    whole numbers: a client in JavaScript sends back 1.0 as 1.
+    """
+    calls = [call._replace(arguments=_with_integers(call.arguments)) for call in message.calls]
+    return message.content.strip(), tuple(calls)
+
+
+def _with_integers(arguments: str) -> str:
+    """A JSON object without whole numbers that are written as floats."""
+    if "." not in arguments and "e" not in arguments.lower():
+        return arguments  # usually
+    value = json.loads(arguments, parse_float=lambda text: int(x) if (x := float(text)).is_integer() else x)
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
 
 
 @dataclass(frozen=True)
