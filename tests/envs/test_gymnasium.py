@@ -72,8 +72,9 @@ async def test_the_row_reaches_the_environment() -> None:
     walk = Walk()
     assert await walk.reset({"length": 1, "seed": 5}, 7) == ".>"
     assert walk.env.seeds == 5  # type: ignore[attr-defined]
-    await walk.reset({}, 7)
-    assert walk.env.seeds == 7  # type: ignore[attr-defined]
+    for row in ({}, {"length": 1, "seed": None}):  # null: as in a row of a dataset that has seeds elsewhere
+        await walk.reset(row, 7)
+        assert walk.env.seeds == 7  # type: ignore[attr-defined]
     walk.close()
 
 

@@ -61,7 +61,8 @@ async def test_a_session_is_an_episode() -> None:
     assert await environment.step("one") == Step("", 0.0, True)
     assert client.seed == 1
     client.has_connection = False
-    assert await environment.reset({"start": 5}, 7) == "5:"
+    assert await environment.reset({"start": 5, "seed": None}, 7) == "5:"
+    assert client.seed == 7
     environment.close()
     await run_ready_tasks()
     assert client.is_closed

@@ -41,7 +41,8 @@ class GymnasiumEnvironment(Environment):
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Start an episode. A column `seed` of the row replaces `seed`, so each row is another episode."""
-        seed, options = row.get("seed", seed), self.to_options(row)
+        own_seed, options = row.get("seed"), self.to_options(row)
+        seed = seed if own_seed is None else own_seed
         observation, _ = await self._in_thread(lambda: self.env.reset(seed=seed, options=options))
         return self.to_text(observation)
 

@@ -40,7 +40,8 @@ class OpenEnvEnvironment(Environment):
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Start an episode. A column `seed` of the row replaces `seed`, so each row is another episode."""
-        options = {"seed": row.get("seed", seed), **self.to_options(row)}
+        own_seed = row.get("seed")
+        options = {"seed": seed if own_seed is None else own_seed, **self.to_options(row)}
         try:
             result = await self.client.reset(**options)
         except Exception:
