@@ -23,6 +23,8 @@ ANSWER = "She sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"
         r"\boxed{\frac{144}{2}}",
         r"#### 71, no: \boxed{72}",
         r"\boxed{71}, no: #### 72",
+        "\\boxed{72}\n#### Verification\n48 + 24 = 72",
+        "\\boxed{72}\n#### **Step 3: check**\n48 + 24 = 72",
         r"\boxed{72\text{ clips}}",
         r"\boxed{72\,\text{clips}}",
         "#### **72**",
@@ -47,6 +49,8 @@ def test_the_right_final_answer_is_rewarded(completion: str) -> None:
         r"\boxed{}",
         "#### 1/0",
         "####",
+        "\\boxed{71}\n#### Answer: 72",
+        "#### Step 72",
     ],
 )
 def test_any_other_final_answer_is_not_rewarded(completion: str) -> None:
