@@ -139,9 +139,10 @@ def _parse(text: str) -> list[Any]:
 
 
 def _find_last(text: str) -> list[Any]:
-    """The last expression in a text. The library reads LaTeX only between dollar signs."""
+    r"""The last expression in a text. The library reads LaTeX between $ and $, \( and \), \[ and \]."""
     text = _PERCENT.sub("", text.replace(r"\$", ""))
-    in_dollars = f"${text}$" if "\\" in text and "$" not in text else text
+    has_signs = any(sign in text for sign in ("$", r"\(", r"\["))
+    in_dollars = f"${text}$" if "\\" in text and not has_signs else text
     found: list[Any] = math_verify.parse(in_dollars, parsing_timeout=TIMEOUT_S)
     return found
 
