@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import struct
 import subprocess
@@ -11,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from dora.errors import RunError
-from dora.runtime.process.worker_process import WorkerInbox, WorkerOutbox
+from dora.runtime.process.worker_process import WorkerInbox, WorkerOutbox, allow_multiprocessing
 
 
 def exit_during_send(outbox: WorkerOutbox, inbox: WorkerInbox, spec: object) -> None:
@@ -44,6 +45,18 @@ def start_processes(outbox: WorkerOutbox, inbox: WorkerInbox, spec: object) -> N
         time.sleep(1000.0)
     outbox.send([*(program.pid for program in programs), fork])
     next(inbox.receive(None))
+
+
+def use_multiprocessing(outbox: WorkerOutbox, inbox: WorkerInbox, spec: object) -> None:
+    """Send what a pool computes, and how a process ends that is terminated while it is busy."""
+    allow_multiprocessing()
+    with multiprocessing.Pool(2) as pool:
+        absolute = pool.map(abs, [-1, 2])
+    busy = multiprocessing.Process(target=threading.Event().wait)
+    busy.start()
+    busy.terminate()
+    busy.join()
+    outbox.send((absolute, busy.exitcode))
 
 
 def lose_the_stream(outbox: WorkerOutbox, inbox: WorkerInbox, spec: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from tests.runtime.process.crashing_worker import (
     send_and_compute,
     send_and_wait,
     start_processes,
+    use_multiprocessing,
 )
 from tests.runtime.running import wait_until_gone
 
@@ -102,3 +104,10 @@ def test_processes_that_a_worker_has_started_end_with_it(how: str) -> None:
     assert messages.get(timeout=30) == (worker, WorkerExited())
     worker.kill()
     assert wait_until_gone(processes) == []
+
+
+def test_a_worker_may_use_multiprocessing() -> None:
+    messages = WorkerMessages()
+    worker = Worker("a worker", use_multiprocessing, None, messages)
+    assert messages.get(timeout=30) == (worker, ([1, 2], -signal.SIGTERM))
+    worker.kill()

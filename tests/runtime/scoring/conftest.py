@@ -25,7 +25,7 @@ from dora.stream.sample_db import FinishedSample, Trajectory
 
 REASONS = ("stop", "length")  # why the responses of a group have finished
 FUNCTIONS = """
-import os, signal, time
+import multiprocessing, os, signal, time
 from pathlib import Path
 
 from dora.stream.client import StreamClient
@@ -47,6 +47,15 @@ def reward(prompt, completion, *, behavior="normal", **row):
         while not flag.exists():
             time.sleep(0.01)
     return float(len(completion))
+
+
+def length(text):
+    return float(len(text))
+
+
+def in_processes(prompts, completions, **columns):
+    with multiprocessing.Pool(2) as pool:
+        return pool.map(length, completions)
 
 
 def is_truncated(prompt, completion, finish_reason):

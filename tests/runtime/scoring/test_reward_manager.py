@@ -226,6 +226,12 @@ def test_only_the_group_of_a_micro_batch_that_ends_or_blocks_its_worker_fails(
     assert {*bench.wait_for(4)} == {*scored, failed, later}
 
 
+def test_a_reward_function_may_use_multiprocessing(bench: RewardBench) -> None:
+    bench.open(bench.task("reward", "in_processes"))
+    group = bench.submit(0)
+    assert bench.wait_for(1) == [GroupScored(group, (1.0, 2.0))]
+
+
 def test_a_failed_group_has_one_event_although_another_task_scores_it_later(bench: RewardBench) -> None:
     bench.open(bench.task("late"), bench.task("sum", "Batched", {"factor": 1.0}))
     failed = bench.submit(0, behavior="raises")

@@ -166,17 +166,35 @@ def run_target(channel: Channel, target: Target, spec: object) -> None:
 def _run_forked(connection: Connection, target: Target, spec: object) -> None:
     _ignore_sigterm()
     lead_group()
-    os.register_at_fork(after_in_child=partial(_close_in_fork, connection))
+    set_mask = partial(signal.pthread_sigmask, mask={signal.SIGTERM})
+    os.register_at_fork(
+        before=partial(set_mask, signal.SIG_BLOCK),  # until `_reset_fork` has removed the handler
+        after_in_parent=partial(set_mask, signal.SIG_UNBLOCK),
+        after_in_child=partial(_reset_fork, connection),
+    )
     try:
         run_target(connection, target, spec)
     finally:
         kill_descendants(psutil.Process())
 
 
-def _close_in_fork(connection: Connection) -> None:
-    """Close what a process that a worker forks would keep open: the driver waits for the end of the
-    connection, and the fork server for that of another pipe.
+def allow_multiprocessing() -> None:
+    """Let a user's code use multiprocessing in this worker as in a program of its own.
+
+    Workers are daemons, which may not have children, and multiprocessing would start these from the fork
+    server, which cannot import the user's file.
     """
+    vars(multiprocessing.current_process())["_config"]["daemon"] = False
+    if sys.platform == "linux":
+        multiprocessing.set_start_method("fork", force=True)
+
+
+def _reset_fork(connection: Connection) -> None:
+    """Close what a process that a worker forks would keep open: the driver waits for the end of the
+    connection, and the fork server for that of another pipe. SIGTERM ends it, as pools of processes expect.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     connection.close()
     server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
@@ -450,8 +468,8 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def _ignore_sigterm() -> None:
-    """Ignore SIGTERM with a handler, which child processes do not inherit, as they would a blocked signal:
-    programs that an environment or a reward function starts can be terminated.
+    """Ignore SIGTERM with a handler, which programs do not inherit, as they would a blocked signal: those
+    that an environment or a reward function starts can be terminated.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.siginterrupt(signal.SIGTERM, False)

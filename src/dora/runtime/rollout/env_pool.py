@@ -29,7 +29,13 @@ from dora.envs.runner import EnvRunner, EpisodeLimits, TextCodec
 from dora.errors import EnvError
 from dora.runtime.process.messages import WorkerReady
 from dora.runtime.process.supervisor import MAX_GAP_S, Loss, Role, Slot, Supervisor
-from dora.runtime.process.worker_process import Worker, WorkerInbox, WorkerMessages, WorkerOutbox
+from dora.runtime.process.worker_process import (
+    Worker,
+    WorkerInbox,
+    WorkerMessages,
+    WorkerOutbox,
+    allow_multiprocessing,
+)
 from dora.runtime.rollout.partial_outputs import SavedEpisode
 from dora.runtime.run_setup import RunSetup
 
@@ -82,6 +88,7 @@ class HostUnreachable:
 
 def run_env_worker(outbox: WorkerOutbox, inbox: WorkerInbox, spec: EnvSpec) -> None:
     """Run episodes until the process ends. Raises EnvError if the environments cannot be loaded."""
+    allow_multiprocessing()
     make = _make_environments(spec, lambda host, reason: outbox.send(HostUnreachable(host, reason)))
     codec = _make_codec(spec)
     outbox.send(WorkerReady())

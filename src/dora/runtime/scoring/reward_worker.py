@@ -18,7 +18,7 @@ from dora.data.tokenizer import Tokenizer
 from dora.errors import RunError, StreamError
 from dora.rewards.base import RewardInput, load_reward, score
 from dora.runtime.process import messages as m
-from dora.runtime.process.worker_process import WorkerInbox, WorkerOutbox
+from dora.runtime.process.worker_process import WorkerInbox, WorkerOutbox, allow_multiprocessing
 from dora.stream.client import StreamClient
 from dora.stream.metadata import BatchRequest
 from dora.stream.run_stream import DRIVER_TIMEOUT_S, PROMPT_ROW, reward_consumer
@@ -42,6 +42,7 @@ def run_reward_worker(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.RewardWo
 
     Raises RewardError if the reward function cannot be loaded.
     """
+    allow_multiprocessing()
     outbox.start_heartbeat()
     worker = RewardWorker(spec, outbox)
     while True:
