@@ -180,6 +180,19 @@ def test_a_compacted_history_keeps_the_sampled_tokens_of_its_turns(run: FakeRun)
     assert (status["branches"], status["retokenized"]) == (1, 0)
 
 
+def test_a_conversation_that_is_continued_in_several_ways_has_the_same_tokens_each_time(run: FakeRun) -> None:
+    """As in a tree search."""
+    prompts = []
+    for number in range(0, 6, 2):
+        answer = ask(run, OPENAI, {"messages": [USER]}, f"{number}", number).json()["choices"][0]["message"]
+        (begun,) = run.replies()
+        assert isinstance(begun, EpisodeStarted | EpisodeBranched)
+        prompts.append(begun.prompt_ids)
+        ask(run, OPENAI, {"messages": [USER, answer, USER]}, "next", number + 1)
+        assert [type(reply) for reply in run.replies()] == [EpisodeObservation]
+    assert prompts == [prompts[0]] * 3
+
+
 def test_tools_are_refused_if_the_template_shows_none(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, service__agents="true")
     run.agents.start(EPISODE, version=4)

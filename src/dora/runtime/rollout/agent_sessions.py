@@ -451,7 +451,7 @@ class AgentSessions:
         same = [past for past in session.turns if past.call.tools == call.tools]
         for past in reversed(same):
             if past.call.messages == messages:  # once more
-                return session.path_to(past.end - len(past.answer.turn.token_ids))
+                return session.path_to(past.end)[: past.answer.num_prompt_tokens]
         base = max(
             (past for past in reversed(same) if messages[: len(past.history)] == past.history),
             key=lambda past: len(past.history),
