@@ -42,6 +42,7 @@ _NUMBER_WITH_WORDS = re.compile(r"(\S+)[A-Za-z \-]+")
 _EQUALS = re.compile(r"(?<![\\<>!:])==?|\\equiv(?![A-Za-z])")
 _LIST = re.compile(r"[,;]|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
 _NAME = re.compile(r"\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?'?(?:\([A-Za-z]\))?")  # x, \theta, x_{1}, f(x)
+_COMMANDS = re.compile(r"\\(?:text|mathrm)\{[^}]*\}|\\[A-Za-z]+")
 _PROSE = re.compile(
     r"####|\\boxed|(?=.*\d).*[A-Za-z]{2}\s+[A-Za-z]{2}|(?:[A-Za-z]+\s+){5}[A-Za-z]", re.DOTALL
 )
@@ -64,7 +65,7 @@ def reward(prompt: Any, completion: str, *, answer: object, **row: object) -> fl
         return float(_is_equal(expected, _find_last(response)))
     if len(marked) > MAX_LENGTH:
         return 0.0
-    for side in _sides(_normalized(marked), has_equation=_EQUALS.search(expected_text) is not None):
+    for side in _sides(_normalized(marked), expected_text):
         if time.monotonic() - began_s > BUDGET_S or not _is_equal(expected, _parse(side)):
             return 0.0
     return 1.0
@@ -121,15 +122,23 @@ def _as_fraction(decimal: re.Match[str]) -> str:
     return rf"\frac{{{difference}}}{{{(10 ** len(repeating) - 1) * 10 ** len(fixed)}}}"
 
 
-def _sides(text: str, has_equation: bool) -> list[str]:
+def _sides(text: str, expected: str) -> list[str]:
     """The values that an answer states, which must all be right: of x = 2 + 3 = 5 these are 2 + 3 and 5.
 
-    If the right answer has an equation itself, or the answer is a list, it is compared as a whole.
+    If the right answer is a number, sides with variables, as in f(3) = 5 and a + b = 5, are no values. If it
+    has an equation itself, or the answer is a list, the answer is compared as a whole.
     """
-    if has_equation or _LIST.search(text):
+    if _EQUALS.search(expected) or _LIST.search(text):
         return [text]
     sides = [side.strip() for side in _EQUALS.split(text)]
-    return [side for side in sides if not _NAME.fullmatch(side)] or [text]
+    is_number = not _has_variable(expected)
+    values = [side for side in sides if not (_NAME.fullmatch(side) or (is_number and _has_variable(side)))]
+    return values or [text]
+
+
+def _has_variable(text: str) -> bool:
+    """Whether a text has letters besides those of units and of LaTeX commands."""
+    return re.search("[A-Za-z]", _COMMANDS.sub("", _normalized(text))) is not None
 
 
 def _parse(text: str) -> list[Any]:
