@@ -44,6 +44,9 @@ def test_a_template_without_tools_has_no_parser() -> None:
             "</function>\n</tool_call>",
         ),
         (LLAMA, '{"name": "add", "parameters": {"a": 1, "note": "2"}}'),
+        (LLAMA, '\n\n{"name": "add", "parameters": {"a": 1, "note": "2"}}\n'),
+        (LLAMA, '{"name": "add", "arguments": {"a": 1, "note": "2"}}'),
+        (HERMES, '<tool_call>{"name": "add", "parameters": {"note": "2", "a": 1}}</tool_call>'),
     ],
 )
 def test_a_call_in_the_format_of_the_family(template: str, text: str) -> None:

@@ -105,7 +105,7 @@ def _parse_json(text: str, tools: Sequence[Tool]) -> ParsedTurn:
 
 def _json_calls(text: str) -> Iterator[ToolCall]:
     """The calls; none unless the text consists of calls."""
-    calls, decoder, position = [], json.JSONDecoder(), 0
+    calls, decoder, position = [], json.JSONDecoder(), len(text) - len(text.lstrip())
     while position < len(text):
         try:
             _, end = decoder.raw_decode(text, position)
@@ -143,11 +143,12 @@ def _parameter_types(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call_of(text: str, key: str) -> ToolCall | None:
-    """The call that a JSON object describes."""
+    """The call that a JSON object describes. Models also write the key of another family than their own."""
     call = json_object(text)
     if call is None or not isinstance(call.get("name"), str):
         return None
-    arguments = call.get(key, {})
+    others = [call[other] for other in ("arguments", "parameters") if other in call]
+    arguments = call.get(key, others[0] if others else {})
     return ToolCall.make(call["name"], arguments) if isinstance(arguments, dict) else None
 
 
