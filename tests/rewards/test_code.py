@@ -191,6 +191,8 @@ def test_tests_that_cannot_be_read_are_named(tests: Any, complaint: str) -> None
 def test_the_program_is_the_last_fenced_block_or_the_whole_text() -> None:
     assert extract_program("print(1)") == "print(1)"
     assert extract_program("First:\n```\na\n```\nbetter:\n```python\nb = 1\nc\n```\nDone.") == "b = 1\nc\n"
+    assert extract_program("```\na\n```\n``` Python\nb\n```\nIt prints:\n```\n4\n```") == "b\n"
+    assert extract_program("```python\na\n```\n```py\nb\n```") == "b\n"
     assert extract_program("```python\nnever closed") == "```python\nnever closed"
 
 

@@ -22,7 +22,7 @@ from dora.errors import RewardError
 from dora.rewards.sandbox.runner import OUTPUT_BYTES, Sandbox, SandboxLimits
 from dora.rewards.thoughts import without_thoughts
 
-_FENCED = re.compile(r"^([ \t]*)```[^`\n]*\n(.*?)^[ \t]*```[ \t\r]*$", re.DOTALL | re.MULTILINE)
+_FENCED = re.compile(r"^([ \t]*)```([^`\n]*)\n(.*?)^[ \t]*```[ \t\r]*$", re.DOTALL | re.MULTILINE)
 _ASSERTIONS = (Path(__file__).with_name("sandbox") / "assertions.py").read_text(encoding="utf-8")
 _EVALUATE_CALLS = f"{_ASSERTIONS}\nevaluate_calls()\n"
 _CHECK_EXPRESSIONS = f"{_ASSERTIONS}\ncheck_expressions()\n"
@@ -150,7 +150,8 @@ class PassedTests:
 
 
 def extract_program(text: str) -> str:
-    """The last fenced block of a completion after its thoughts, or the whole text there if it has none.
+    """The last fenced block of a completion after its thoughts, or the whole text there if it has none. If
+    blocks are marked as Python, the last of these: the block after it often shows what the program prints.
 
     As in Markdown, its lines lose the indentation of the opening fence, as far as they have it.
     """
@@ -158,7 +159,8 @@ def extract_program(text: str) -> str:
     blocks = _FENCED.findall(text)
     if not blocks:
         return text
-    indent, program = blocks[-1]
+    marked = [block for block in blocks if block[1].strip().lower().startswith("py")]
+    indent, _, program = (marked or blocks)[-1]
     return re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", program, flags=re.MULTILINE) if indent else str(program)
 
 
