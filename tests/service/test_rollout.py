@@ -152,6 +152,29 @@ def test_a_command_that_does_not_exist_is_named(run: FakeRun) -> None:
     assert (run.agents.num_waiting, run.agents.num_sessions) == (1, 0)  # for another agent, at once
 
 
+def test_only_commands_that_never_print_a_reward_stop_everything(tmp_path: Path) -> None:
+    """The run has no reward tasks."""
+
+    def remove_reward(start: Path) -> None:
+        task = start.parent / "task.toml"
+        task.write_text(task.read_text().replace('[reward]\nfunction = "task.py:reward"\n', "[reward]\n"))
+
+    run = FakeRun(tmp_path, remove_reward, service__agents="true")
+    assert not run.setup.config.reward_weights
+    with serve(run):
+        once = f"os.open({str(tmp_path / 'once')!r}, os.O_CREAT | os.O_EXCL)"
+        code = f"{AGENT}\ntry: {once}\nexcept FileExistsError: print(1)\nelse: print('no number')"
+        ends, model = roll_out(run, code, num_episodes=4)
+        assert ends == {"rewarded": 3, "no reward, and the run has no reward tasks": 1}
+        assert rewards(model) == [1.0] * 3
+    run = FakeRun(tmp_path, remove_reward, service__agents="true")
+    with (
+        serve(run),
+        pytest.raises(InputError, match=r"gave no reward 3 times in a row .*print the number as the last"),
+    ):
+        roll_out(run, AGENT + "print('no number')", num_episodes=4, concurrency=1)
+
+
 def test_a_reward_out_of_range_fails_its_episode(run: FakeRun) -> None:
     ends, model = roll_out(run, AGENT + "print(1e9)")
     assert ends == {"ended by the run: reward: Input should be less than or equal to 1000000": 2}

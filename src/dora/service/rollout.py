@@ -35,7 +35,8 @@ REMOVAL_S = 30.0  # for a container
 REPORT_S = 10.0  # between two lines about the progress
 FOLDER = "rollouts"  # in the folder of the run: the output of each command
 MAX_TAIL_BYTES = 4096  # of an output whose last line may be the reward
-MAX_FAILURES = 3  # of commands in a row that ended without a turn, which stop everything
+MAX_FAILURES = 3  # of commands in a row that ended without a turn or a reward, which stop everything
+NO_REWARD = "no reward, and the run has no reward tasks"  # how a session ended
 MAX_VARIABLE_BYTES = 128 * 1024  # of an environment variable in Linux, with its name and two other bytes
 SESSION_ENDED = 410
 
@@ -123,12 +124,9 @@ class Rollout:
                 await _abandon(client, name)
                 raise
             ends[ended] += 1
-            num_failures = num_failures + 1 if num_turns == 0 else 0
+            num_failures = num_failures + 1 if num_turns == 0 or ended == NO_REWARD else 0
             if num_failures == MAX_FAILURES:
-                raise InputError(
-                    f"the command requested no turn {MAX_FAILURES} times in a row ({ended}); its output is "
-                    f"in {self._output(session)}"
-                )
+                raise InputError(self._describe_failures(session, ended, num_turns))
 
     async def _run_command(self, client: AsyncClient, session: Mapping[str, Any]) -> CommandEnd:
         output = self._output(session)
@@ -183,11 +181,20 @@ class Rollout:
         try:
             await client.post_reward(name, end.reward)
         except ServiceError as error:
-            if error.status != 400:
+            if error.status != 400 or end.reward is not None:
                 raise
-            other = "" if self.image else ", or write it to DORA_REWARD_FILE"
-            raise InputError(f"{error}: let the command print its reward as the last line{other}") from error
+            await client.abandon_session(name)
+            return NO_REWARD, num_turns
         return "rewarded" if end.reward is not None else "scored by the run", num_turns
+
+    def _describe_failures(self, session: Mapping[str, Any], ended: str, num_turns: int) -> str:
+        """How MAX_FAILURES commands in a row have failed, by the last of them."""
+        failed, remedy = "requested no turn", ""
+        if num_turns > 0:
+            other = "" if self.image else ", or write it to DORA_REWARD_FILE"
+            failed, remedy = "gave no reward", f"; let it print the number as the last line{other}"
+        what = f"the command {failed} {MAX_FAILURES} times in a row ({ended})"
+        return f"{what}; its output is in {self._output(session)}{remedy}"
 
     async def _report_progress(self, ends: Counter[str]) -> None:
         while True:
