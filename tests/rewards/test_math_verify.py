@@ -100,6 +100,7 @@ def test_the_right_answer_may_have_any_of_these_forms(verify: RewardFunction, fi
         r"\boxed{a + b = 5 = 1234}",
         r"\boxed{x = 5 \lor x = 1234}",
         r"\boxed{y = 5 \quad z = 1234}",
+        r"\boxed{5 \quad z = 1234}",
         r"\boxed{\sqrt{25} = 1234}",
         "#### 5 1/1234",
         r"\boxed{x = 5 \text{ or } x = 1234}",

@@ -125,13 +125,14 @@ def _as_fraction(decimal: re.Match[str]) -> str:
 def _sides(text: str, expected: str) -> list[str]:
     """The values that an answer states, which must all be right: of x = 2 + 3 = 5 these are 2 + 3 and 5.
 
-    If the right answer is a number, a first side with variables, as in f(3) = 5 and a + b = 5, is no value.
-    If it has an equation itself, or the answer is a list, the answer is compared as a whole.
+    If the right answer is a number, a first side with variables, as in f(3) = 5 and a + b = 5, is no value,
+    unless it begins with a digit. If it has an equation itself, or the answer is a list, it is compared as a
+    whole.
     """
     if _EQUALS.search(expected) or _LIST.search(text):
         return [text]
     sides = [side.strip() for side in _EQUALS.split(text)]
-    if not _has_variable(expected) and _has_variable(sides[0]):
+    if not (_has_variable(expected) or re.match(r"[-+]?\d", sides[0])) and _has_variable(sides[0]):
         del sides[0]
     return [side for side in sides if not _NAME.fullmatch(side)] or [text]
 
