@@ -135,7 +135,10 @@ def test_an_answer_that_names_several_values_is_wrong(verify: RewardFunction, fi
         (r"9.1 \times 10^{-31}", r"6.6 \times 10^{-34}", 0.0),
         ("0", "0.0000002", 0.0),
         ("0.0000001", "0.0000002", 0.0),
-        ("0.0001204", "0.00012", 0.0),
+        ("0.0001204", "0.00012", 1.0),
+        ("0.0001208", "0.00012", 0.0),
+        (r"\frac{1}{3000}", "0.000333", 1.0),
+        ("6.6e-34", "6.626e-34", 1.0),
         ("0.333333", r"\frac{1}{3}", 1.0),
         ("0.012346", r"\frac{1}{81}", 1.0),
     ],
@@ -184,6 +187,11 @@ def test_a_percent_sign_is_ignored(verify: RewardFunction, final: str, sign: str
         (r"\{1,200\}", r"\{200, 1\}"),
         (r"\sqrt{1,000}", r"10\sqrt{10}"),
         (r"(1{,}000, 2)", "(1000,2)"),
+        (r"\{1000, 2000\}", r"\{1,000, 2,000\}"),
+        ("(1200, 1300)", "(1,200, 1,300)"),
+        ("[0, 1250]", "[0, 1,250]"),
+        (r"[0, 1] \cup [100, 200]", r"[0, 1] \cup [100,200]"),
+        ("4000", r"(1,000) \cdot 4"),
         ("1, 2", "2, 1"),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "\n\\begin{pmatrix}\n1 \\\\\n2\n\\end{pmatrix}\n"),
     ],
@@ -210,7 +218,12 @@ def test_a_solution_without_a_marked_answer_is_refused(verify: RewardFunction, a
         verify("", "#### 72", answer=answer)
 
 
-@pytest.mark.parametrize("answer", [None, True, float("nan"), ["1", "2"], {"value": "72"}])
+def test_a_column_may_have_truth_values(verify: RewardFunction) -> None:
+    assert verify("", r"\boxed{True}", answer=True) == 1.0
+    assert verify("", r"\boxed{False}", answer=True) == 0.0
+
+
+@pytest.mark.parametrize("answer", [None, float("nan"), ["1", "2"], {"value": "72"}])
 def test_a_column_without_text_or_number_is_refused(verify: RewardFunction, answer: object) -> None:
     with pytest.raises(ValueError, match="is neither a text nor a number"):
         verify("", "#### 72", answer=answer)

@@ -29,7 +29,7 @@ except ImportError as error:
 TIMEOUT_S = 2  # of each call of the library
 BUDGET_S = 4  # no further side of an equation is read after this time
 MAX_LENGTH = 2000  # of a marked answer; a longer one is wrong (characters)
-_SMALL, _RELATIVE_DIFFERENCE = 1e-3, 1e-3  # numbers below the first differ by at most the second
+_SMALL, _RELATIVE_DIFFERENCE = 1e-3, 5e-3  # numbers below the first agree in three digits
 _DELIMITERS = (("**", "**"), (r"\(", r"\)"), (r"\[", r"\]"))
 _PERCENT = re.compile(r"\\?%|\b[Pp]ercent(?:age)?\b")
 _UNITS = re.compile(rf"{_PERCENT.pattern}|\\?\$")
@@ -72,10 +72,12 @@ def reward(prompt: Any, completion: str, *, answer: object, **row: object) -> fl
 
 
 def _text_of(answer: object) -> str:
-    """The text of a column. Raises ValueError for anything but a text or a number, alone or in a list."""
+    """The text of a column. Raises ValueError for anything but a text, a number or a truth value, alone or in
+    a list.
+    """
     if isinstance(answer, list) and len(answer) == 1:
         (answer,) = answer
-    is_number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
+    is_number = isinstance(answer, int | float) and math.isfinite(answer)
     if not (isinstance(answer, str) or is_number):
         raise ValueError(f"the column answer = {answer!r:.80} is neither a text nor a number")
     return str(answer)
@@ -109,10 +111,16 @@ def _normalized(text: str) -> str:
 
 
 def _without_signs_of_thousands(number: re.Match[str]) -> str:
-    """The digits of a number. Within brackets a plain comma separates values, as in (100,200)."""
-    before = number.string[: number.start()]
-    is_list = len(_OPENING.findall(before)) > len(_CLOSING.findall(before))
-    return number[0] if is_list and re.search(r"\d,\d", number[0]) else re.sub(r"\D", "", number[0])
+    """The digits of a number. Within brackets a plain comma separates values, as in (100,200), unless zeros
+    follow it, as in (1,000), or the values have a comma and a blank between them, as in (1,200, 1,300).
+    """
+    before, after = number.string[: number.start()], number.string[number.end() :]
+    is_list = len(_OPENING.findall(before)) > len(_CLOSING.findall(before)) and (
+        re.search(r"\d,\d", number[0]) is not None
+        and ",0" not in number[0]
+        and ", " not in _OPENING.split(before)[-1] + _CLOSING.split(after)[0]
+    )
+    return number[0] if is_list else re.sub(r"\D", "", number[0])
 
 
 def _as_fraction(decimal: re.Match[str]) -> str:
