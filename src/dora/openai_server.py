@@ -31,7 +31,7 @@ class OpenAIServer:
     def first_model(self) -> str:
         """The name of the server's first model. Raises InputError if it does not answer."""
         try:
-            return str(self._call("models", None)["data"][0]["id"])
+            return str(self._call("models", None, self._timeout_s)["data"][0]["id"])
         except (*_FAILURES, LookupError, TypeError) as error:
             raise InputError(
                 f"{self.url}/models names no model within {self._timeout_s:g} s ({error}); start the server, "
@@ -43,7 +43,7 @@ class OpenAIServer:
         until_s = time.monotonic() + self._timeout_s
         while True:
             try:
-                return self._call(path, body)
+                return self._call(path, body, until_s - time.monotonic())
             except _FAILURES as error:
                 if _is_refusal(error):
                     with error:
@@ -52,20 +52,20 @@ class OpenAIServer:
                         f"{self.url}/{path} refuses the request ({error}; {reason}); use a server that "
                         "accepts it"
                     ) from error
-                if time.monotonic() > until_s:
+                if time.monotonic() + _RETRY_INTERVAL_S >= until_s:
                     raise RunError(
                         f"{self.url}/{path} gives no reply within {self._timeout_s:g} s ({error}); check the "
                         "server, or raise timeout_s"
                     ) from error
                 time.sleep(_RETRY_INTERVAL_S)
 
-    def _call(self, path: str, body: object | None) -> Any:
+    def _call(self, path: str, body: object | None, timeout_s: float) -> Any:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         content = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}/{path}", content, headers)
-        with urllib.request.urlopen(request, timeout=self._timeout_s) as reply:
+        with urllib.request.urlopen(request, timeout=timeout_s) as reply:
             return json.load(reply)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 from tests.fake_openai import FakeOpenAI
 
-from dora.errors import RewardError
+from dora.errors import RewardError, RunError
 from dora.rewards.base import RewardInput, load_reward, score
 from dora.rewards.judge import _SCORE, Judge
 
@@ -59,6 +61,16 @@ def test_a_busy_judge_is_asked_again(
     judge = Judge(server.url, rubric)
     server.num_failures, server.failure = 2, status
     assert judge(["1+1"], ["two"], answer=["2"]) == [0.3]
+
+
+def test_the_retries_of_a_judge_share_its_time(server: FakeOpenAI, rubric: str) -> None:
+    judge = Judge(server.url, rubric, timeout_s=2.0)
+    server.num_failures = 1  # the judge is asked again after 1 s
+    server.reply = lambda path, body: threading.Event().wait()
+    began_s = time.monotonic()
+    with pytest.raises(RunError, match="gives no reply within 2 s"):
+        judge(["1+1"], ["two"], answer=["2"])
+    assert time.monotonic() - began_s < 2.9
 
 
 def test_other_workers_and_runs_find_grades_in_the_cache(
