@@ -93,6 +93,25 @@ def test_a_value_of_an_unknown_parameter_is_json_or_text() -> None:
     assert parse(CODER, text).calls == (ToolCall("sub", '{"x": 3, "y": "z"}'),)
 
 
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": ["string", "null"]}, "5", "5"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"anyOf": [{"type": "null"}, {"type": "string"}]}, "5", "5"),
+        ({"type": "string"}, "null", "null"),
+        ({"type": ["string", "integer"]}, "5", 5),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "5", 5),
+    ],
+)
+def test_a_string_that_may_be_null_is_text(schema: object, text: str, value: object) -> None:
+    parser = parser_of(CODER)
+    assert parser is not None
+    call = f"<tool_call><function=f><parameter=x>{text}</parameter></function></tool_call>"
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": schema}}}}
+    assert parser(call, [tool]).calls == (ToolCall("f", json.dumps({"x": value})),)
+
+
 @pytest.mark.parametrize("value", ["NaN", "-1e999", "[" * 500 + "]" * 500])
 def test_a_value_that_json_cannot_carry_is_text(value: str) -> None:
     text = f"<tool_call><function=sub><parameter=x>{value}</parameter></function></tool_call>"

@@ -91,7 +91,7 @@ def _parse_xml(text: str, tools: Sequence[Tool]) -> ParsedTurn:
             if (parameter := _PARAMETER.match(body, position)) is None:
                 return None
             key, value = parameter.groups()
-            values[key], position = _value_of(value, types.get(key)), parameter.end()
+            values[key], position = _value_of(value, types.get(key, [])), parameter.end()
         return ToolCall.make(name, values)
 
     return _parse_blocks(text, parse)
@@ -132,14 +132,23 @@ def _parse_blocks(text: str, parse: Callable[[str], ToolCall | None]) -> ParsedT
     return ParsedTurn(content.strip() if calls else content, tuple(calls))
 
 
-def _parameter_types(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The type of each parameter whose schema has one; a client may send any JSON as schema."""
+def _parameter_types(function: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The types of each parameter; a client may send any JSON as schema."""
     match function.get("parameters"):
         case {"properties": {**schemas}}:
-            return {
-                str(key): schema.get("type") for key, schema in schemas.items() if isinstance(schema, dict)
-            }
+            return {str(key): _types_of(schema) for key, schema in schemas.items()}
     return {}
+
+
+def _types_of(schema: object) -> list[Any]:
+    match schema:
+        case {"type": [*kinds]}:
+            return kinds
+        case {"type": kind}:
+            return [kind]
+        case {"anyOf": [*parts]}:
+            return [part.get("type") for part in parts if isinstance(part, dict)]
+    return []
 
 
 def _call_of(text: str, key: str) -> ToolCall | None:
@@ -152,8 +161,10 @@ def _call_of(text: str, key: str) -> ToolCall | None:
     return ToolCall.make(call["name"], arguments) if isinstance(arguments, dict) else None
 
 
-def _value_of(text: str, kind: str | None) -> Any:
-    if kind == "string":
+def _value_of(text: str, kinds: Sequence[Any]) -> Any:
+    """The value of a parameter with these types. Only a string that may be null is null as well."""
+    is_null = text == "null" and "null" in kinds
+    if [kind for kind in kinds if kind != "null"] == ["string"] and not is_null:
         return text
     try:
         value = json.loads(text)
