@@ -193,6 +193,8 @@ def test_the_program_is_the_last_fenced_block_or_the_whole_text() -> None:
     assert extract_program("First:\n```\na\n```\nbetter:\n```python\nb = 1\nc\n```\nDone.") == "b = 1\nc\n"
     assert extract_program("```\na\n```\n``` Python\nb\n```\nIt prints:\n```\n4\n```") == "b\n"
     assert extract_program("```python\na\n```\n```py\nb\n```") == "b\n"
+    for mark in ("pycon", "python-repl", "pytb", "text"):
+        assert extract_program(f"```python3 title=a\na\n```\n```{mark}\n>>> a\n```") == "a\n"
     assert extract_program("```python\nnever closed") == "```python\nnever closed"
 
 

@@ -23,6 +23,7 @@ from dora.rewards.sandbox.runner import OUTPUT_BYTES, Sandbox, SandboxLimits
 from dora.rewards.thoughts import without_thoughts
 
 _FENCED = re.compile(r"^([ \t]*)```([^`\n]*)\n(.*?)^[ \t]*```[ \t\r]*$", re.DOTALL | re.MULTILINE)
+_PYTHON = re.compile(r"\W*(?:python|py)[\d.]*(?![\w-])", re.IGNORECASE)  # not pycon, which is a session
 _ASSERTIONS = (Path(__file__).with_name("sandbox") / "assertions.py").read_text(encoding="utf-8")
 _EVALUATE_CALLS = f"{_ASSERTIONS}\nevaluate_calls()\n"
 _CHECK_EXPRESSIONS = f"{_ASSERTIONS}\ncheck_expressions()\n"
@@ -159,7 +160,7 @@ def extract_program(text: str) -> str:
     blocks = _FENCED.findall(text)
     if not blocks:
         return text
-    marked = [block for block in blocks if block[1].strip().lower().startswith("py")]
+    marked = [block for block in blocks if _PYTHON.match(block[1])]
     indent, _, program = (marked or blocks)[-1]
     return re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", program, flags=re.MULTILINE) if indent else str(program)
 
