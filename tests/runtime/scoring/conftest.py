@@ -77,6 +77,9 @@ class Batched:
             os.kill(os.getpid(), 9)
         if "hangs" in behavior:
             time.sleep(3600)
+        for waits in (each for each in behavior if each.startswith("waits")):
+            while not Path(__file__).with_name(waits.replace("waits", "flag")).exists():
+                time.sleep(0.01)
         return [self.factor * len(prompts)] * len(prompts)
 """
 
@@ -152,6 +155,12 @@ class RewardBench:
         while num_idle < self.num_workers:
             self.poll()
             num_idle = sum(state.is_ready and not state.activity for state in self.manager.worker_states())
+
+    def wait_until_scored(self, num_groups: int) -> None:
+        """Until the workers of the only task score so many groups."""
+        (workers,) = self.manager._workers
+        while sum(len(call.groups) for call in workers._calls.values()) < num_groups:
+            self.poll()
 
     def poll(self) -> None:
         self.supervisor.poll(0.1)

@@ -226,6 +226,28 @@ def test_only_the_group_of_a_micro_batch_that_ends_or_blocks_its_worker_fails(
     assert {*bench.wait_for(4)} == {*scored, failed, later}
 
 
+def test_micro_batches_return_once_the_cause_of_several_losses_has_failed(bench: RewardBench) -> None:
+    """A worker's reward is the number of responses in its call."""
+    request = BatchRequest(max_rows=100)
+    bench.open(bench.task("sum", "Batched", {"factor": 1.0}, batch_request=request, num_workers=2))
+    for row, behavior in enumerate(("normal", "hangs", "normal")):
+        bench.submit(row, behavior=behavior)
+    while not any(isinstance(event, ScoringFailed) for event in bench.events):
+        bench.time_out(GroupId(0, 1))
+    bench.wait_for(3)
+    bench.wait_until_idle()
+    bench.submit(10, behavior="waits 10")
+    bench.wait_until_scored(1)
+    bench.submit(20, behavior="waits 20")
+    for row in (10, 20):
+        bench.wait_until_scored(2)  # by both workers, one of which ends its call
+        pair = [bench.submit(row + number, behavior="normal") for number in (1, 2)]
+        (bench.folder / f"flag {row}").touch()
+        events = bench.wait_for(len(bench.events) + 3)
+        assert {*events[-2:]} == {GroupScored(group, (4.0, 4.0)) for group in pair}
+        bench.submit(row + 3, behavior=f"waits {row + 3}")
+
+
 def test_a_reward_function_may_use_multiprocessing(bench: RewardBench) -> None:
     bench.open(bench.task("reward", "in_processes"))
     group = bench.submit(0)

@@ -190,8 +190,11 @@ class RewardWorkers:
         """Whether the lost call scored a single group; else the slot's next worker gets one at a time."""
         if len(groups) > 1:
             self._one_by_one.add(slot)
-        elif groups:
-            self._one_by_one.discard(slot)
+        elif groups:  # the cause, also where it was in the lost calls of other workers
+            for other in self._one_by_one - {slot}:
+                for worker in other.workers:
+                    worker.send(self._task.batch_request)
+            self._one_by_one.clear()
         return len(groups) == 1
 
     def _clear(self, groups: Iterable[GroupId]) -> None:

@@ -38,7 +38,8 @@ def encode_prompt_row(prompt: Prompt, columns: Mapping[str, Any]) -> bytes:
 
 
 def run_reward_worker(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.RewardWorkerSpec) -> None:
-    """Score groups until the process is killed; `inbox` exits with the driver.
+    """Score groups until the process is killed; `inbox` exits with the driver, and receives which batches
+    the worker gets from then on.
 
     Raises RewardError if the reward function cannot be loaded.
     """
@@ -49,7 +50,7 @@ def run_reward_worker(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.RewardWo
         try:
             with StreamClient(spec.remote or spec.stream, DRIVER_TIMEOUT_S) as client:
                 outbox.send(m.WorkerReady(client_id=client.client_id))
-                worker.run(client)
+                worker.run(client, inbox)
         except RunError:  # the storage is lost: connect to its replacement, or the run ends
             worker.report(())
 
@@ -68,10 +69,12 @@ class RewardWorker:
         self._groups: tuple[GroupId, ...] = ()  # as last reported
         self._reported_s = 0.0
 
-    def run(self, client: StreamClient) -> NoReturn:
+    def run(self, client: StreamClient, inbox: WorkerInbox) -> NoReturn:
         """Score batches until the storage is lost. Raises RunError."""
         done: StreamBatch | None = None
         while True:
+            for self._batch_request in inbox.receive():
+                pass
             batch = client.get(self._consumer, self._batch_request, GET_TIMEOUT_S, done)
             done = None
             if not isinstance(batch, TimedOut):
