@@ -25,6 +25,8 @@ ANSWER = "She sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"
         r"\boxed{71}, no: #### 72",
         "\\boxed{72}\n#### Verification\n48 + 24 = 72",
         "\\boxed{72}\n#### **Step 3: check**\n48 + 24 = 72",
+        "\\boxed{72}\n#### 2. Check\n48 + 24 = 72",
+        "\\boxed{71}, no:\n#### 72\n#### Check\n48 + 24 = 72",
         r"\boxed{72\text{ clips}}",
         r"\boxed{72\,\text{clips}}",
         "#### **72**",
@@ -34,6 +36,10 @@ ANSWER = "She sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"
 )
 def test_the_right_final_answer_is_rewarded(completion: str) -> None:
     assert gsm8k("", completion, answer=ANSWER) == 1.0
+
+
+def test_words_after_the_last_mark_of_a_text_are_its_answer() -> None:
+    assert final_answer("It is not \\boxed{Bob}.\n#### Eve\n") == "Eve"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 from dora.rewards.thoughts import without_thoughts
 
 _MARK = "####"  # GSM8K writes it before the final answer
-_HEADING = re.compile(r"[*_]*[A-Za-z]{3}")
+_HEADING = re.compile(r"[*_]*(?:\d+[.)]\s+)?[*_]*[A-Za-z]{3}")
 _MINUS = "\N{MINUS SIGN}"
 _UNITS = re.compile(r"(?:^|(?<=^[+-]))\\?\$|\\?[$%]$|(?:\\[,;: ])*\\text\{[^}]*\}$")
 _COMMAS = re.compile(r"\{,\}|,\\!")  # of thousands, in LaTeX
@@ -39,13 +39,14 @@ def gsm8k(prompt: Any, completion: str, *, answer: object, **row: object) -> flo
 def final_answer(text: str) -> str | None:
     r"""The text after the last "####" on its line, or in the last \boxed{}; the later of the two.
 
-    "####" also begins headings of Markdown: a line of words after a box is no answer.
+    "####" also begins headings of Markdown: a line of words between a box and more text is no answer.
     """
     mark, box = text.rfind(_MARK), text.rfind(r"\boxed{")
-    if mark > box:
-        line = text[mark + len(_MARK) :].strip().partition("\n")[0].strip()
-        if box < 0 or not _HEADING.match(line):
-            return line
+    while mark > box:
+        line, _, rest = text[mark + len(_MARK) :].strip().partition("\n")
+        if box < 0 or not (rest and _HEADING.match(line)):
+            return line.strip()
+        mark = text.rfind(_MARK, 0, mark)
     return None if box < 0 else _until_closing_brace(text[box + len(r"\boxed{") :])
 
 
