@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +16,18 @@ from tests.engine.tiny import TINY, make_request
 
 from dora.curve import CurveAddress
 from dora.engine.kv_transfer import transfer
-from dora.engine.kv_transfer.handoff import HandoffSlots, Reservation
+from dora.engine.kv_transfer.handoff import HandoffMemory, HandoffSlot, HandoffSlots, Reservation
 from dora.engine.kv_transfer.transfer import KVTransport
-from dora.engine.messages import ImportFailed
+from dora.engine.messages import ImportFailed, ImportFinished
+from dora.errors import RunError
 from dora.runtime.process import remote_kv
-from dora.runtime.process.remote_kv import RemoteKVPool, RemoteKVTransport, make_broker, serve_kv
+from dora.runtime.process.remote_kv import (
+    BROKER_OPERATIONS,
+    RemoteKVPool,
+    RemoteKVTransport,
+    make_broker,
+    serve_kv,
+)
 from dora.runtime.process.rpc import RequestServer
 
 LOOPBACK = "127.0.0.1"
@@ -121,8 +129,39 @@ def test_an_engine_that_loses_the_broker_exits(cluster: RemoteEngineCluster) -> 
     cluster.begin(request, 20)
     cluster.start_migration(request, "a", "b")
     cluster.broker.close()
-    with pytest.raises(OSError, match="is lost"):
+    with pytest.raises(RunError, match="is lost"):
         cluster.poll("b")
+
+
+def test_a_source_without_a_reply_to_its_export_exits(
+    cluster: RemoteEngineCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the driver sleeps. The destination may own the request, so the source cannot keep it."""
+    monkeypatch.setattr(remote_kv, "BROKER_TIMEOUT_S", 0.5)
+    memory, may_reply = HandoffMemory(), threading.Event()
+
+    def handle(request: tuple[int, HandoffSlot, str, tuple[Any, ...]]) -> object:
+        migration_id, slot, operation, args = request
+        reply = BROKER_OPERATIONS[operation](memory.open(migration_id, slot), *args)
+        if operation == "write_export":
+            may_reply.wait(20.0)
+        return reply
+
+    request = make_request(1, max_tokens=60)
+    with contextlib.closing(RequestServer(LOOPBACK, handle)) as sleeping:
+        monkeypatch.setattr(transfer, "_MAX_STOPPED_BYTES", 2**20)  # the request stops at once
+        cluster.add_engine("b")
+        with monkeypatch.context() as of_source:
+            of_source.setattr(cluster, "broker", sleeping)
+            cluster.add_engine("a").submit([request])
+        cluster.step("a", 20)
+        migration_id = cluster.start_migration(request, "a", "b")
+        with pytest.raises(RunError, match="not answered 'write_export'"):
+            cluster.poll("a")
+        cluster.poll("b")
+        assert isinstance(cluster.reply_of("b", migration_id), ImportFinished)
+        assert cluster.reply_of("a", migration_id) is None
+        may_reply.set()
 
 
 def test_a_pool_with_blocks_of_another_size_is_rejected(cluster: RemoteEngineCluster) -> None:

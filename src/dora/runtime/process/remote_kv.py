@@ -16,6 +16,7 @@ from dora.curve import CurveAddress
 from dora.engine.kv_transfer.handoff import Handoff, HandoffMemory, HandoffSlot, HandoffState, Reservation
 from dora.engine.kv_transfer.pool import Checksums, EngineKV, KVBlocks, bytes_per_block, checksum_blocks
 from dora.engine.kv_transfer.transfer import KVTransport
+from dora.errors import RunError
 from dora.runtime.process.rpc import RequestClient, RequestServer
 
 BROKER_TIMEOUT_S = 30.0  # without a reply the engine exits: it cannot know which requests it owns
@@ -110,9 +111,20 @@ class RemoteHandoff(Handoff):
         self._status, self._status_s = HandoffStatus(HandoffState.STARTED, None, [], 0, None), 0.0
 
     def call(self, operation: str, *args: Any) -> Any:
-        """Do one of the BROKER_OPERATIONS; the next `status` is a new one. Raises OSError."""
+        """Do one of the BROKER_OPERATIONS; the next `status` is a new one.
+
+        Raises OSError if the operation fails, and RunError without a reply: it may have been done, so this
+        engine cannot keep the request as if an export had failed.
+        """
         self._status_s = 0.0
-        return self._broker.call((self._migration_id, self._slot, operation, args))
+        try:
+            return self._broker.call((self._migration_id, self._slot, operation, args))
+        except OSError as error:
+            if self._broker.is_usable:
+                raise
+            raise RunError(
+                f"the driver has not answered {operation!r} of migration {self._migration_id}: {error}"
+            ) from error
 
     def status(self) -> HandoffStatus:
         """The status, at most STATUS_MAX_AGE_S old; `published` lists all blocks."""
