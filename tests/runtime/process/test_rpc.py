@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dora import curve
 from dora.curve import CurveConnection, CurveServer
+from dora.runtime.process import rpc
 from dora.runtime.process.rpc import (
     OUT_OF_BAND_BYTES,
     ChannelAddress,
@@ -75,6 +77,21 @@ def test_a_message_may_be_longer_than_the_socket_buffers(channels: tuple[CurveCh
     here, there = channels
     here.send(b"x" * 20_000_000)
     assert there.recv() == b"x" * 20_000_000
+
+
+def test_a_message_may_be_longer_than_what_a_socket_receives_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the unfinished outputs of a lost engine, or the routes of many responses."""
+    monkeypatch.setattr(curve, "MAX_FRAME_BYTES", 2**20)
+    monkeypatch.setattr(rpc, "FRAME_BYTES", 2**18)
+    content = np.random.default_rng(0).bytes(3_000_000)
+    with closing(CurveServer()) as server, contextlib.ExitStack() as ends:
+        here, address = CurveChannel.listen(server, LOOPBACK)
+        ends.enter_context(closing(here))
+        there = ends.enter_context(closing(CurveChannel.connect(address)))
+        for sender, receiver in ((there, here), (here, there)):
+            for message in ("hello", content, content[:-1]):
+                sender.send(message)
+                assert receiver.recv() == message
 
 
 def test_any_thread_may_send_while_another_receives(channels: tuple[CurveChannel, CurveChannel]) -> None:

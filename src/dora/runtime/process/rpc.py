@@ -19,6 +19,7 @@ import zmq
 from dora.curve import LINGER_S, CurveAddress, CurveConnection, CurveServer, Socket, receive
 
 OUT_OF_BAND_BYTES = 2**16  # buffers of at least this size are frames of their own, which are not copied
+FRAME_BYTES = 64 << 20  # of a message of a channel, which may be longer than MAX_FRAME_BYTES
 SEND_POLL_S = 0.2  # between two tries to send, while the queue is full or the peer is not connected yet
 
 
@@ -64,11 +65,13 @@ class CurveChannel:
 
     def send(self, message: Any, /) -> None:
         """Waits for room, and for the first connection. Raises ConnectionResetError if it is lost."""
-        content = pickle.dumps(message, protocol=5)
+        content = memoryview(pickle.dumps(message, protocol=5))
+        frames = [content[start : start + FRAME_BYTES] for start in range(0, len(content), FRAME_BYTES)]
         with self._send_lock:
             while not (self._is_lost or self.is_closed):
                 try:
-                    return self._sender.send(content)
+                    self._sender.send_multipart(frames)
+                    return
                 except zmq.Again:
                     continue
         raise ConnectionResetError("the other end has closed the connection")
@@ -86,7 +89,8 @@ class CurveChannel:
                 raise EOFError("the connection is closed")
         if not self._has_one_peer and self._peer_descriptor < 0:
             self._peer_descriptor = int(frames[0].get(zmq.SRCFD))
-        return pickle.loads(frames[0].buffer)
+        parts = [frame.buffer for frame in frames]
+        return pickle.loads(parts[0] if len(parts) == 1 else b"".join(parts))
 
     def close(self) -> None:
         """Close both directions; a `recv` that waits in another thread or at the other end returns."""
