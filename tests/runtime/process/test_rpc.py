@@ -214,6 +214,42 @@ def test_the_last_message_of_a_process_that_exits_arrives(
     assert here.recv() == "hello"
 
 
+_FAILING_WORKER = """
+import pickle, sys, threading
+from dora.runtime.process.rpc import CurveChannel
+from dora.runtime.process.worker_process import run_target
+
+def fail(outbox, inbox, spec):
+    outbox.send(bytes(20_000_000))
+    raise ValueError("a reason")
+
+channel = CurveChannel.connect(pickle.load(sys.stdin.buffer))
+channel.send("hello")
+run_target(channel, fail, None)
+channel.close()
+threading.Event().wait()  # as an actor, which the driver kills
+"""
+
+
+def test_the_traceback_of_a_worker_arrives_after_what_it_has_sent_before(
+    listening: tuple[CurveChannel, ChannelAddress],
+) -> None:
+    here, address = listening
+    with subprocess.Popen([sys.executable, "-c", _FAILING_WORKER], stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write(pickle.dumps(address))
+        process.stdin.close()
+        try:
+            assert here.recv() == "hello"
+            assert len(here.recv()[0]) == 20_000_000
+            (crashed,) = here.recv()
+            assert "ValueError: a reason" in crashed.traceback
+            with pytest.raises(EOFError):
+                here.recv()
+        finally:
+            process.kill()
+
+
 def test_large_arrays_of_a_reply_arrive_unchanged_and_are_frames_of_their_own(echo: RequestServer) -> None:
     blocks = np.random.default_rng(0).integers(0, 2**63, 3 * OUT_OF_BAND_BYTES // 8).reshape(8, -1)
     message = {"small": np.arange(3), "large": [blocks, blocks + 1], "transposed": blocks.T}

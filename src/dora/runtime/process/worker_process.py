@@ -130,7 +130,8 @@ class WorkerInbox:
                 for message in channel.recv():
                     self._queue.put(message)
         except (EOFError, OSError):
-            _exit()
+            if not getattr(channel, "is_closed", False):  # by this end, whose last messages are still sent
+                _exit()
         except Exception:  # exit: a worker that cannot decode messages must not keep running
             traceback.print_exc()
             os._exit(1)
