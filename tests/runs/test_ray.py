@@ -19,8 +19,10 @@ import pytest
 import torch
 from tests.runs.conftest import StartRun
 from tests.runtime.running import Run, dora, journal, metrics, summary, wait_until_gone
+from tests.runtime.tiny import write_task
 
 from dora.trainer.checkpoint import load_checkpoint
+from dora.weights.store import MEMORY_FS, STORE_PREFIX
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 
@@ -148,6 +150,26 @@ def test_a_run_starts_ray_on_loopback_and_replaces_a_hanging_engine_and_two_stor
     assert wait_until_gone(started) == []
 
 
+def test_a_program_that_a_reward_function_has_started_ends_with_a_run_on_ray(
+    start_run: StartRun, tmp_path: Path
+) -> None:
+    reward = f"""
+import subprocess
+def reward(prompt, completion, **row):
+    program = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    with open({str(tmp_path / "pids")!r}, "a") as file:
+        print(program.pid, file=file)
+    return len(set(completion)) / 100
+"""
+    run = start_run(write_task(tmp_path, reward), **RAY, run__steps=10_000)
+    run.wait_for_steps(1)
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.end().code == 130
+    pids = map(int, (tmp_path / "pids").read_text().split())
+    programs = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    assert [each for each in programs if each.name() == "sleep" and wait_until_gone([each], 5.0)] == []
+
+
 def test_engines_are_removed_and_added_with_the_nodes_of_the_cluster(start_run: StartRun) -> None:
     """An engine needs 3 CPUs: each node has room for one."""
     cluster = two_nodes()
@@ -159,6 +181,7 @@ def test_engines_are_removed_and_added_with_the_nodes_of_the_cluster(start_run: 
     run.wait_until(
         lambda: third.node_id[:8] in map(partial(node_of, run), ENGINES), "an engine on the third node"
     )
+    pids = [process_status(run, name)["pid"] for name in ENGINES]
     drained = next(number for number, name in enumerate(ENGINES) if node_of(run, name) == third.node_id[:8])
     drain(cluster, third)
     run.wait_until(lambda: "engine_removed" in kinds(run, drained), "the removal of the drained engine")
@@ -175,6 +198,7 @@ def test_engines_are_removed_and_added_with_the_nodes_of_the_cluster(start_run: 
     assert f"node {third.node_id[:8]} is draining: removing engine {drained}" in ended.out
     assert "(raylet)" not in ended.out
     cluster.remove_node(fourth)
+    assert [folder for pid in pids for folder in MEMORY_FS.glob(f"{STORE_PREFIX}{pid}-*")] == [], "KV pools"
 
 
 def test_a_run_survives_its_trainer_and_is_resumed_after_its_driver_without_ray(start_run: StartRun) -> None:

@@ -250,6 +250,35 @@ def test_the_traceback_of_a_worker_arrives_after_what_it_has_sent_before(
             process.kill()
 
 
+_CLEANING_WORKER = """
+import pickle, sys, threading
+from dora.runtime.process.rpc import CurveChannel
+from dora.runtime.process.worker_process import run_target
+
+def compute(outbox, inbox, spec):
+    outbox.send("ready")
+    threading.Event().wait()
+
+channel = CurveChannel.connect(pickle.load(sys.stdin.buffer))
+run_target(channel, compute, None, clean_up=lambda: print("cleaned up", flush=True))
+"""
+
+
+def test_a_worker_whose_driver_has_exited_cleans_up(
+    listening: tuple[CurveChannel, ChannelAddress],
+) -> None:
+    here, address = listening
+    command = [sys.executable, "-c", _CLEANING_WORKER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write(pickle.dumps(address))
+        process.stdin.close()
+        assert here.recv() == ("ready",)
+        here.close()
+        assert process.stdout is not None
+        assert process.stdout.read() == b"cleaned up\n"
+
+
 def test_large_arrays_of_a_reply_arrive_unchanged_and_are_frames_of_their_own(echo: RequestServer) -> None:
     blocks = np.random.default_rng(0).integers(0, 2**63, 3 * OUT_OF_BAND_BYTES // 8).reshape(8, -1)
     message = {"small": np.arange(3), "large": [blocks, blocks + 1], "transposed": blocks.T}

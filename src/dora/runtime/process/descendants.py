@@ -35,6 +35,15 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
+def kill_with_descendants(process: psutil.Process) -> None:
+    """Kill a process and all its descendants but inference servers."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.suspend()  # it starts no more processes
+    kill_descendants(process)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.kill()
+
+
 def kill_descendants(process: psutil.Process) -> None:
     """Kill all descendants of a process, but no inference servers, which have a keeper."""
     with contextlib.suppress(psutil.NoSuchProcess):

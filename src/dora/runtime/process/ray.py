@@ -12,7 +12,6 @@ import json
 import math
 import os
 import secrets
-import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -21,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import psutil
 import ray
 from ray._private import ray_constants
 from ray._private import state as gcs
@@ -38,6 +38,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from dora.config.schema import Config
 from dora.curve import CurveAddress, CurveServer
 from dora.errors import RunError
+from dora.runtime.process.descendants import kill_with_descendants
 from dora.runtime.process.messages import EngineSpec, LoadWeights, PrefetchWeights
 from dora.runtime.process.ray_actor import DriverNode, WorkerActor
 from dora.runtime.process.ray_connect import (
@@ -362,13 +363,17 @@ class RayProcess:
         return f"{where}exited: {self._ray_exit_reason()}"
 
     def kill(self) -> None:
-        """By signal first, where that is possible: Ray takes seconds to kill a process that is stopped.
+        """As in `ProcessHandle`, with all processes that it has started; waits for EXIT_TIMEOUT_S only.
 
-        Waits for EXIT_TIMEOUT_S only.
+        On this node by signal first: Ray takes seconds to kill a process that is stopped. On another one by
+        closing the channel: a worker that does not hang then cleans up and exits.
         """
         if self.is_alive and self.pid is not None and not self.node:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                kill_with_descendants(psutil.Process(self.pid))
+        elif self.is_alive and self.pid is not None:
+            self._channel.close()
+            self._has_exited.wait(EXIT_TIMEOUT_S)
         head = self._launcher.head
         if head.is_reachable:
             with contextlib.suppress(RayError, RunError):

@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
 from numpy.typing import NDArray
 
 from dora import __version__
 from dora.curve import CurveAddress
 from dora.errors import RunError
+from dora.runtime.process.descendants import kill_descendants
 from dora.runtime.process.messages import EngineSpec, RewardWorkerSpec
 from dora.runtime.process.rpc import ChannelAddress, CurveChannel
 from dora.runtime.process.worker_process import Target, run_target
@@ -57,16 +59,20 @@ class WorkerActor:
         channel = CurveChannel.connect(address)
         channel.send((os.getpid(), node))
         try:
-            run_target(channel, target, spec)
+            run_target(channel, target, spec, self._remove_pool)
         finally:
             channel.close()
-            if self._pool_folder is not None:
-                shutil.rmtree(self._pool_folder, ignore_errors=True)
+            self._remove_pool()
+            kill_descendants(psutil.Process())
 
     def receive_version(self, version: int, content: NDArray[np.uint8], stored: list[int]) -> None:
         """See `RemoteVersionSource.receive`; `content` is in the object store of this node."""
         assert self._versions is not None
         self._versions.receive(version, content, stored)
+
+    def _remove_pool(self) -> None:
+        if self._pool_folder is not None:
+            shutil.rmtree(self._pool_folder, ignore_errors=True)
 
     def _localize(self, spec: Any, driver: DriverNode, is_driver_node: bool) -> Any:
         """The worker's spec with the paths and addresses of this node."""

@@ -101,8 +101,10 @@ class WorkerOutbox:
 class WorkerInbox:
     """Receives messages of the driver. The process exits once the driver has closed the channel or exited."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, clean_up: Callable[[], object] = lambda: None) -> None:
+        """`clean_up` is called before this exit, unless the channel is a pipe."""
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._clean_up = clean_up
         self._pipe = channel if isinstance(channel, Connection) else None
         target: Callable[[Any], None] = self._read_channel if self._pipe is None else _exit_at_end
         threading.Thread(target=target, args=(channel,), daemon=True).start()
@@ -131,6 +133,7 @@ class WorkerInbox:
                     self._queue.put(message)
         except (EOFError, OSError):
             if not getattr(channel, "is_closed", False):  # by this end, whose last messages are still sent
+                self._clean_up()
                 _exit()
         except Exception:  # exit: a worker that cannot decode messages must not keep running
             traceback.print_exc()
@@ -153,11 +156,16 @@ def _exit() -> None:
 Target = Callable[[WorkerOutbox, WorkerInbox, Any], None]
 
 
-def run_target(channel: Channel, target: Target, spec: object) -> None:
-    """Run `target` in a worker process; report an exception to the driver as `WorkerCrashed`."""
+def run_target(
+    channel: Channel, target: Target, spec: object, clean_up: Callable[[], object] = lambda: None
+) -> None:
+    """Run `target` in a worker process; report an exception to the driver as `WorkerCrashed`.
+
+    `clean_up`: see `WorkerInbox`.
+    """
     outbox = WorkerOutbox(channel)
     try:
-        target(outbox, WorkerInbox(channel), spec)
+        target(outbox, WorkerInbox(channel, clean_up), spec)
     except Exception as error:
         input_error = str(error) if isinstance(error, InputError) else ""
         with contextlib.suppress(OSError):  # the driver has exited, which is why the worker has failed
