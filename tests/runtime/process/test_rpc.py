@@ -12,10 +12,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 
 from dora import curve
 from dora.curve import CurveConnection, CurveServer
@@ -318,7 +320,7 @@ def test_a_client_without_a_reply_in_time_is_not_usable() -> None:
 
     with (
         closing(RequestServer(LOOPBACK, wait)) as server,
-        closing(RequestClient(server.address, 0.1)) as client,
+        closing(RequestClient(server.address, 1.0)) as client,
     ):
         with pytest.raises(TimeoutError):
             client.call("first")
@@ -326,6 +328,16 @@ def test_a_client_without_a_reply_in_time_is_not_usable() -> None:
         with pytest.raises(OSError, match="has failed before"):
             client.call("second")
         may_reply.set()
+
+
+def test_a_suspended_server_is_waited_for_as_long_as_for_a_reply() -> None:
+    """An engine waits for the KV of another one between two decode steps, also for the connection."""
+    with socket.create_server((LOOPBACK, 0)) as silent, closing(CurveServer()) as server:
+        bound, address = server.bind(zmq.ROUTER, f"tcp://{LOOPBACK}:*")
+        bound.close()
+        endpoint = f"tcp://{LOOPBACK}:{silent.getsockname()[1]}"
+        with pytest.raises(TimeoutError, match=r"has not replied for 0\.2 s"):
+            RequestClient(replace(address, endpoint=endpoint), 0.2)
 
 
 def test_a_client_detects_that_its_server_is_closed(echo: RequestServer) -> None:

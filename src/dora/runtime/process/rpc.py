@@ -16,7 +16,15 @@ from typing import Any, NamedTuple, Self
 
 import zmq
 
-from dora.curve import LINGER_S, CurveAddress, CurveConnection, CurveServer, Socket, receive
+from dora.curve import (
+    HANDSHAKE_TIMEOUT_S,
+    LINGER_S,
+    CurveAddress,
+    CurveConnection,
+    CurveServer,
+    Socket,
+    receive,
+)
 
 OUT_OF_BAND_BYTES = 2**16  # buffers of at least this size are frames of their own, which are not copied
 FRAME_BYTES = 64 << 20  # of a message of a channel, which may be longer than MAX_FRAME_BYTES
@@ -147,8 +155,9 @@ class RequestClient:
     """A connection to a `RequestServer`; not thread-safe."""
 
     def __init__(self, address: CurveAddress, timeout_s: float) -> None:
-        """`timeout_s` is for each reply. Raises OSError."""
-        self._connection, self._timeout_s = CurveConnection(address), timeout_s
+        """`timeout_s` is for each reply, and for the handshake. Raises OSError."""
+        handshake_s = min(timeout_s, HANDSHAKE_TIMEOUT_S)
+        self._connection, self._timeout_s = CurveConnection(address, timeout_s=handshake_s), timeout_s
 
     @property
     def is_usable(self) -> bool:
