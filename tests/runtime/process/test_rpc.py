@@ -16,11 +16,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import zmq
+from tests.runtime.running import wait_until
 
 from dora import curve
-from dora.curve import CurveConnection, CurveServer
+from dora.curve import CurveConnection, CurveServer, read_event
 from dora.runtime.process import rpc
 from dora.runtime.process.rpc import (
     OUT_OF_BAND_BYTES,
@@ -205,6 +207,54 @@ def test_the_crash_of_a_worker_is_detected_although_strangers_come_and_go(
         with pytest.raises(EOFError):
             here.recv()
     assert process.returncode == -9
+
+
+_STRANGER = """
+import socket, sys, threading
+port = int(sys.stdin.readline())
+strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(10)]
+print([len(stranger.recv(1)) for stranger in strangers], flush=True)
+threading.Event().wait()
+"""
+
+
+def test_the_crash_of_a_worker_is_detected_although_a_stranger_has_its_file_descriptor(
+    listening: tuple[CurveChannel, ChannelAddress],
+) -> None:
+    here, address = listening
+    port = int(address.to_send.endpoint.rpartition(":")[2])
+    with start(_STRANGER) as strangers, start(_WORKER) as worker:
+        write(worker, pickle.dumps(address))
+        assert here.recv() == "hello"
+        worker.kill()
+        worker.wait()
+        wait_until(lambda: not connections_at(port))
+        write(strangers, f"{port}\n".encode())
+        assert strangers.stdout is not None
+        assert strangers.stdout.readline() == f"{[1] * 10}\n".encode(), "they are accepted"
+        while here._monitor.poll(500):  # all events, in the order in which `recv` reads them
+            is_lost = here._is_peer_lost(*read_event(here._monitor))
+        strangers.kill()
+        assert here._peer_descriptor in here._descriptors, "a stranger has it"
+        assert is_lost
+        with pytest.raises(EOFError):
+            here.recv()
+
+
+def start(program: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def write(process: subprocess.Popen[bytes], content: bytes) -> None:
+    assert process.stdin is not None
+    process.stdin.write(content)
+    process.stdin.close()
+
+
+def connections_at(port: int) -> list[Any]:
+    """The connections that this process has accepted at a port."""
+    found = psutil.Process().net_connections("tcp")
+    return [each for each in found if each.laddr.port == port and each.status != psutil.CONN_LISTEN]
 
 
 def test_the_last_message_of_a_process_that_exits_arrives(

@@ -6,6 +6,7 @@ with the driver; a `RequestServer` answers the requests of many clients.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pickle
 import socket
@@ -23,6 +24,7 @@ from dora.curve import (
     CurveConnection,
     CurveServer,
     Socket,
+    read_event,
     receive,
 )
 
@@ -44,7 +46,7 @@ class CurveChannel:
     def __init__(self, sender: Socket, receiver: Socket, monitor: Socket, *, has_one_peer: bool) -> None:
         """`has_one_peer`: all events of `monitor` are of the other end, none of peers without the key."""
         self._sender, self._receiver, self._monitor = sender, receiver, monitor
-        self._has_one_peer, self._peer_descriptor = has_one_peer, -1
+        self._has_one_peer, self._peer_descriptor, self._is_peer_gone = has_one_peer, -1, False
         self._descriptors: set[int] = set()  # of open connections, also of peers without the key
         sender.setsockopt(zmq.SNDTIMEO, int(1e3 * SEND_POLL_S))
         self._send_lock, self._receive_lock = threading.Lock(), threading.Lock()
@@ -89,14 +91,16 @@ class CurveChannel:
         with self._receive_lock:
             frames = None
             if not (self._is_lost or self.is_closed):
-                frames = receive(
-                    self._receiver, self._monitor, math.inf, self._is_peer_lost, self._wake_receiver
-                )
+                timeout_s = 0.0 if self._is_peer_gone else math.inf
+                with contextlib.suppress(TimeoutError):
+                    frames = receive(
+                        self._receiver, self._monitor, timeout_s, self._is_peer_lost, self._wake_receiver
+                    )
             if frames is None:
                 self._is_lost = True
                 raise EOFError("the connection is closed")
-        if not self._has_one_peer and self._peer_descriptor < 0:
-            self._peer_descriptor = int(frames[0].get(zmq.SRCFD))
+            if not self._has_one_peer and self._peer_descriptor < 0:
+                self._find_peer(int(frames[0].get(zmq.SRCFD)))
         parts = [frame.buffer for frame in frames]
         return pickle.loads(parts[0] if len(parts) == 1 else b"".join(parts))
 
@@ -113,6 +117,14 @@ class CurveChannel:
                 self._receiver.close(linger=0)
                 self._wake_receiver.close()
 
+    def _find_peer(self, descriptor: int) -> None:
+        """The first message is here: read all events before it, which may be of strangers that had the same
+        descriptor.
+        """
+        while self._monitor.poll(0):
+            self._is_peer_lost(*read_event(self._monitor))
+        self._peer_descriptor, self._is_peer_gone = descriptor, descriptor not in self._descriptors
+
     def _is_peer_lost(self, event: int, descriptor: int) -> bool:
         """Whether the other end has disconnected. Peers without the key open and close connections, too."""
         if self._has_one_peer:
@@ -121,7 +133,8 @@ class CurveChannel:
             self._descriptors.add(descriptor)
         else:
             self._descriptors.discard(descriptor)
-        return self._peer_descriptor >= 0 and self._peer_descriptor not in self._descriptors
+            self._is_peer_gone |= descriptor == self._peer_descriptor  # which the next peer may get
+        return self._is_peer_gone
 
 
 class RequestServer:
