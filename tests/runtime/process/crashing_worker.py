@@ -38,6 +38,28 @@ def send_and_compute(outbox: WorkerOutbox, inbox: WorkerInbox, spec: object) -> 
         pass
 
 
+class NeverUnpickled:
+    """As a message of another version of DORA-RL, which the driver cannot unpickle."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("not a number",)
+
+
+class NeverPickled:
+    """A message that cannot be sent."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("cannot pickle it")
+
+
+def send_unreadable(outbox: WorkerOutbox, inbox: WorkerInbox, spec: object) -> None:
+    """Send a message, one that the driver cannot unpickle, and wait."""
+    outbox.send("a message")
+    outbox.send(NeverUnpickled())
+    for _ in inbox.receive(None):
+        pass
+
+
 def start_processes(outbox: WorkerOutbox, inbox: WorkerInbox, spec: object) -> None:
     """Start a program, one with its own session, and a fork; send their process ids, and exit on a reply."""
     programs = [subprocess.Popen(["sleep", "1000"], start_new_session=own) for own in (False, True)]

@@ -13,10 +13,12 @@ import psutil
 import pytest
 from tests.runtime.process.crashing_worker import (
     CutChannel,
+    NeverPickled,
     exit_during_send,
     lose_the_stream,
     send_and_compute,
     send_and_wait,
+    send_unreadable,
     start_processes,
     use_multiprocessing,
 )
@@ -76,6 +78,27 @@ def test_a_worker_whose_channel_is_cut_is_lost_and_exits(target: Target) -> None
         connection.shutdown(socket.SHUT_RDWR)
     assert messages.get(timeout=30) == (worker, WorkerExited())
     assert wait_until_gone([process]) == []
+    worker.kill()
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        (
+            send_unreadable,
+            "a worker failed: ValueError: invalid literal for int() with base 10: 'not a number'",
+        ),
+        (send_and_wait, "a worker failed: TypeError: cannot pickle it"),
+    ],
+)
+def test_a_worker_is_lost_if_a_message_cannot_be_unpickled_or_sent(target: Target, reason: str) -> None:
+    """The threads of its channel end then: without a loss it would wait, and send heartbeats, forever."""
+    messages = WorkerMessages()
+    worker = Worker("a worker", target, None, messages)
+    assert messages.get(timeout=30) == (worker, "a message")
+    worker.send(NeverPickled() if target is send_and_wait else "a reply")
+    assert messages.get(timeout=30) == (worker, WorkerExited())
+    assert worker.exit_reason == reason
     worker.kill()
 
 

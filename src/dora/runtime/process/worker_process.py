@@ -397,7 +397,7 @@ class Worker:
 
     def _read(self) -> None:
         """A process that is killed while it sends leaves a partial message: the channel counts as closed."""
-        with contextlib.suppress(EOFError, OSError):
+        with self._lost_by_errors():
             while True:
                 messages = self.process.recv()
                 self.has_sent = True
@@ -409,7 +409,7 @@ class Worker:
         self._messages.put((self, WorkerExited()))
 
     def _write(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
+        with self._lost_by_errors():
             while True:
                 batches = [self._outbox.get()]
                 while not self._outbox.empty():
@@ -417,6 +417,17 @@ class Worker:
                 if None in batches:  # `kill` was called
                     return
                 self.process.send([message for batch in batches for message in batch])
+
+    @contextlib.contextmanager
+    def _lost_by_errors(self) -> Iterator[None]:
+        """A worker whose messages cannot be pickled or unpickled is lost, as it would wait forever."""
+        try:
+            yield
+        except (EOFError, OSError):
+            pass
+        except Exception:  # a node may have other files of DORA-RL than the driver, for one
+            self.traceback = traceback.format_exc()
+            self._messages.put((self, WorkerExited()))
 
 
 class WorkerState(NamedTuple):
