@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -140,6 +141,18 @@ def test_a_server_that_never_completes_a_handshake_is_given_up() -> None:
         key, secret = (each.decode() for each in zmq.curve_keypair())
         with pytest.raises(TimeoutError, match=r"has not replied for 0\.2 s"):
             CurveConnection(CurveAddress(endpoint, key, key, secret), timeout_s=0.2)
+
+
+def test_a_server_has_sockets_for_more_workers_than_by_default() -> None:
+    """1023 is libzmq's default, and a channel takes four."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    server = CurveServer()
+    bound = [server.bind(zmq.PULL, f"inproc://{number}")[0] for number in range(1100)]
+    for each in bound:
+        each.close()
+    server.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_silent_stranger_is_disconnected(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

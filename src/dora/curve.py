@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,16 +41,27 @@ class CurveAddress:
     client_secret: str = field(repr=False)
 
 
+@contextlib.contextmanager
+def os_errors() -> Iterator[None]:
+    """Raise an error of libzmq, such as that no file descriptor is free, as OSError."""
+    try:
+        yield
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, error.strerror) from error
+
+
 class CurveServer:
     """Binds sockets. Each admits the clients that have its address."""
 
     def __init__(self) -> None:
         self._context: zmq.Context[Socket] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # else for 255 workers only
         self._public, self._secret = zmq.curve_keypair()
         zap = self._context.socket(zmq.REP)
         zap.bind(ZAP_ENDPOINT)
         threading.Thread(target=_admit_clients, args=(zap,), name="curve", daemon=True).start()
 
+    @os_errors()
     def bind(self, kind: int, endpoint: str) -> tuple[Socket, CurveAddress]:
         """A socket, and its address for clients. Raises OSError."""
         client_key, client_secret = zmq.curve_keypair()
@@ -85,6 +96,7 @@ def _admit_clients(zap: Socket) -> None:
 class CurveConnection:
     """A client's connected socket; not thread-safe."""
 
+    @os_errors()
     def __init__(
         self, address: CurveAddress, kind: int = zmq.DEALER, timeout_s: float = HANDSHAKE_TIMEOUT_S
     ) -> None:

@@ -419,6 +419,14 @@ def no_free_file_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+def test_no_file_descriptor_for_a_channel_or_a_client_is_an_os_error(echo: RequestServer) -> None:
+    with closing(CurveServer()) as server, no_free_file_descriptors():
+        with pytest.raises(OSError, match="Too many open files"):
+            CurveChannel.listen(server, LOOPBACK)
+        with pytest.raises(OSError, match="Too many open files"):
+            RequestClient(echo.address, 20.0)
+
+
 def test_clients_are_accepted_once_there_are_file_descriptors_again(echo: RequestServer) -> None:
     port = int(echo.address.endpoint.rpartition(":")[2])
     with socket.socket() as first, socket.socket() as second:

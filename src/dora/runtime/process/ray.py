@@ -159,8 +159,15 @@ class RayLauncher(Launcher):
         )
 
     def listen(self) -> tuple[CurveChannel, ChannelAddress]:
-        """See `CurveChannel.listen`."""
-        channel, address = CurveChannel.listen(self._server, self.host or "127.0.0.1")
+        """See `CurveChannel.listen`. Raises RunError."""
+        host = self.host or "127.0.0.1"
+        try:
+            channel, address = CurveChannel.listen(self._server, host)
+        except OSError as error:
+            raise RunError(
+                f"the driver cannot listen at {host} for another worker: {error}; raise its limit of open "
+                "files (ulimit -n), and resume the run with dora train --resume"
+            ) from error
         self._channels = [*(each for each in self._channels if not each.is_closed), channel]
         return channel, address
 

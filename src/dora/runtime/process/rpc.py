@@ -24,6 +24,7 @@ from dora.curve import (
     CurveConnection,
     CurveServer,
     Socket,
+    os_errors,
     read_event,
     receive,
 )
@@ -54,6 +55,7 @@ class CurveChannel:
         self._is_lost = self.is_closed = False
 
     @classmethod
+    @os_errors()
     def listen(cls, server: CurveServer, host: str) -> tuple[Self, ChannelAddress]:
         """The driver's end, and the address for the worker. Raises OSError."""
         receiver, to_send = server.bind(zmq.PULL, f"tcp://{host}:*")
