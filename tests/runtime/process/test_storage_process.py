@@ -134,6 +134,27 @@ def test_a_restarted_storage_gets_all_untrained_samples_and_no_group_is_scored_t
     bench.close()
 
 
+def test_a_call_before_the_driver_has_reconnected_does_not_report_the_loss_of_the_new_storage(
+    folder: Path,
+) -> None:
+    bench = StreamBench(folder)
+    bench.put(TRAINED)
+    bench.kill_storage()
+    bench.put(SUBMITTED)
+    while not any(state.is_ready for state in bench.storage.states()):
+        bench.supervisor.poll(0.1)
+    bench.put(late := GroupId(0, 9))  # in the same round of the driver
+    bench.wait_for_restart()
+    for group in (TRAINED, SUBMITTED, late):
+        bench.store.score(group, (1.0, 0.0), (0.5, -0.5))
+    bench.store.commit()
+    reader = GroupReader(bench.stream.folder)
+    assert [len(reader.read_group(group)) for group in (TRAINED, SUBMITTED, late)] == [2, 2, 2]
+    assert len(bench.notices) == 1, bench.notices
+    reader.close()
+    bench.close()
+
+
 def test_a_storage_without_restarts_left_ends_the_run(folder: Path) -> None:
     bench = StreamBench(folder, "runtime.max_restarts=1")
     bench.kill_storage()

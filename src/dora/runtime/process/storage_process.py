@@ -44,7 +44,7 @@ class StorageProcess:
         self._is_replaced = False
         self.restart(self._slot)
         clock, started_s = supervisor.clock, supervisor.clock.now_s
-        while not self.is_available:
+        while not self._slot.is_ready:
             supervisor.poll(POLL_S)
             if clock.now_s > started_s + start_timeout_s:
                 limit = f"runtime.start_timeout_s = {start_timeout_s:g} s"
@@ -53,17 +53,23 @@ class StorageProcess:
 
     @property
     def is_available(self) -> bool:
-        """Whether the storage serves requests; if not, a replacement is starting."""
-        return self._slot.is_ready
+        """Whether the storage serves requests; if not, a replacement is starting, or is not taken yet."""
+        return self._slot.is_ready and not self._is_replaced
 
     def connect(self) -> StreamClient:
         """A client of the current process. Raises RunError."""
         return StreamClient(self._spec.folder, self._timeout_s)
 
     def take_replaced(self) -> bool:
-        """Whether the storage has been replaced since the last call, by an empty one."""
-        is_replaced, self._is_replaced = self._is_replaced and self.is_available, False
-        return is_replaced
+        """Whether the storage has been replaced since the last call, by an empty one.
+
+        Until then it is not available: a call on the connection to the old storage would report the loss of
+        the new one.
+        """
+        if not (self._is_replaced and self._slot.is_ready):
+            return False
+        self._is_replaced = False
+        return True
 
     def states(self) -> list[WorkerState]:
         """The state of its process, if there is one now."""
