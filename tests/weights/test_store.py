@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +55,20 @@ def test_a_mapped_version_stays_when_it_is_dropped_or_published_again(store: Wei
     assert torch.equal(mapped[0], weights(0))
     assert torch.equal(mapped[1], weights(1))
     assert torch.equal(store.fetch(1), weights(7))
+
+
+def test_a_version_that_is_dropped_while_it_is_fetched_is_whole_or_missing(store: WeightStore) -> None:
+    def replace() -> None:
+        for number in range(4000):
+            store.publish(1, weights(number))
+            store.drop(1)
+
+    replacing = threading.Thread(target=replace)
+    replacing.start()
+    while replacing.is_alive():
+        found = store.fetch_if_stored(1)
+        assert found is None or found[999] == found[0] + 999
+    replacing.join()
 
 
 def test_a_write_into_a_fetched_version_does_not_change_the_file(store: WeightStore) -> None:

@@ -12,6 +12,7 @@ import os
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -103,16 +104,17 @@ def write_version(path: Path, version: int, flat: Tensor, dtype: str, shapes: Sh
 def read_header(path: Path) -> VersionHeader:
     """The header of a version's file. Raises FileNotFoundError, and ModelError for any other file."""
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        size = os.fstat(file.fileno()).st_size
-        text = file.read(length) if length <= size else b""
-    return _parse_header(str(path), text, size)
+        return _read_header(path, file)
 
 
 def map_version(path: Path) -> tuple[VersionHeader, Tensor]:
-    """Header and weights [numel] of a version's file, mapped to be read only. Raises as `read_header`."""
-    header = read_header(path)
-    content = torch.from_file(str(path), shared=False, size=header.num_bytes, dtype=torch.uint8)
+    """Header and weights [numel] of a version's file, mapped to be read only. Raises as `read_header`.
+
+    Both are of one file, also if the version is dropped or published again meanwhile.
+    """
+    with path.open("rb") as file:
+        header = _read_header(path, file)
+        content = torch.from_numpy(np.asarray(np.memmap(file, np.uint8, "c")))
     return header, content[header.begin :].view(DTYPES[header.dtype])
 
 
@@ -123,6 +125,13 @@ def parse_version(content: NDArray[np.uint8]) -> tuple[VersionHeader, Tensor]:
     header = _parse_header("the received version", text, len(content))
     with warnings.catch_warnings(action="ignore"):  # torch warns that `content` may be read-only
         return header, torch.from_numpy(content[header.begin :]).view(DTYPES[header.dtype])
+
+
+def _read_header(path: Path, file: BinaryIO) -> VersionHeader:
+    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    size = os.fstat(file.fileno()).st_size
+    text = file.read(length) if length <= size else b""
+    return _parse_header(str(path), text, size)
 
 
 def _parse_header(what: str, text: bytes, size: int) -> VersionHeader:
