@@ -103,3 +103,18 @@ def test_processes_that_a_reward_function_started_end_with_a_killed_run(
     run.wait_for_steps(1)
     os.kill(run.pid, signal.SIGKILL)
     assert wait_until_gone(started(forking.parent)) == []
+
+
+@IS_LINUX
+def test_a_suspended_worker_ends_with_a_killed_run(start_run: StartRun) -> None:
+    """It cannot exit by itself, and neither can one that hangs in native code."""
+    run = start_run(**LONG)
+    run.wait_for_steps(1)
+    processes = psutil.Process(run.pid).children(recursive=True)
+    run.workers()[REWARD_WORKER].suspend()
+    os.kill(run.pid, signal.SIGKILL)
+    try:
+        assert wait_until_gone(processes, 20.0) == []
+    finally:
+        for process in wait_until_gone(processes, 0.0):
+            process.kill()

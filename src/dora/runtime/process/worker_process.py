@@ -175,6 +175,7 @@ def run_target(
 def _run_forked(connection: Connection, target: Target, spec: object) -> None:
     _ignore_sigterm()
     lead_group()
+    _leave_fork_server()
     set_mask = partial(signal.pthread_sigmask, mask={signal.SIGTERM})
     os.register_at_fork(
         before=partial(set_mask, signal.SIG_BLOCK),  # until `_reset_fork` has removed the handler
@@ -199,16 +200,22 @@ def allow_multiprocessing() -> None:
 
 
 def _reset_fork(connection: Connection) -> None:
-    """Close what a process that a worker forks would keep open: the driver waits for the end of the
-    connection, and the fork server for that of another pipe. SIGTERM ends it, as pools of processes expect.
+    """Close the connection, which a process that a worker forks would keep open: the driver waits for its
+    end. SIGTERM ends the process, as pools of processes expect.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     connection.close()
+
+
+def _leave_fork_server() -> None:
+    """Close the pipe that keeps the fork server running: it ends with the driver, also if this worker hangs
+    or is suspended, and kills its children.
+    """
     server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
-        server._forkserver_alive_fd = None  # its forks do not close it again
+        server._forkserver_alive_fd = None
 
 
 def preload_workers() -> None:
