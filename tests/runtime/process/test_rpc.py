@@ -316,8 +316,16 @@ run_target(channel, compute, None, clean_up=lambda: print("cleaned up", flush=Tr
 """
 
 
-def test_a_worker_whose_driver_has_exited_cleans_up(
-    listening: tuple[CurveChannel, ChannelAddress],
+class NeverUnpickled:
+    """As a message of another version of DORA-RL."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("not a number",)
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_a_worker_whose_driver_has_exited_or_has_another_version_cleans_up(
+    listening: tuple[CurveChannel, ChannelAddress], is_readable: bool
 ) -> None:
     here, address = listening
     command = [sys.executable, "-c", _CLEANING_WORKER]
@@ -326,9 +334,13 @@ def test_a_worker_whose_driver_has_exited_cleans_up(
         process.stdin.write(pickle.dumps(address))
         process.stdin.close()
         assert here.recv() == ("ready",)
-        here.close()
+        if is_readable:
+            here.close()
+        else:
+            here.send(NeverUnpickled())
         assert process.stdout is not None
         assert process.stdout.read() == b"cleaned up\n"
+    assert process.returncode == (0 if is_readable else 1)
 
 
 def test_large_arrays_of_a_reply_arrive_unchanged_and_are_frames_of_their_own(echo: RequestServer) -> None:

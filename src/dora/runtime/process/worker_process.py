@@ -137,7 +137,8 @@ class WorkerInbox:
                 _exit()
         except Exception:  # exit: a worker that cannot decode messages must not keep running
             traceback.print_exc()
-            os._exit(1)
+            self._clean_up()
+            _exit(1)
 
 
 def _exit_at_end(pipe: Connection) -> None:
@@ -148,9 +149,9 @@ def _exit_at_end(pipe: Connection) -> None:
     _exit()
 
 
-def _exit() -> None:
+def _exit(code: int = 0) -> None:
     kill_descendants(psutil.Process())
-    os._exit(0)
+    os._exit(code)
 
 
 Target = Callable[[WorkerOutbox, WorkerInbox, Any], None]
