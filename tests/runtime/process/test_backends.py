@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections import deque
 from contextlib import closing
 from pathlib import Path
@@ -22,6 +21,7 @@ from dora.engine.request import EngineError
 from dora.errors import ConfigError, InputError
 from dora.runtime.process import backends
 from dora.runtime.process.messages import EngineSpec, WorkerCrashed
+from dora.runtime.process.remote_kv import shared_clock
 from dora.runtime.process.supervisor import Supervisor
 from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.rollout.engine_pool import EnginePool
@@ -183,7 +183,7 @@ def test_an_engine_of_a_run_with_several_machines_opens_migrations_by_the_broker
     spec = EngineSpec(tmp_path, tmp_path, None, 1, 8, 1, "auto", 0.0, backend="own", host=host)
     engine = backends.make_engine(spec)
     assert isinstance(engine, OnSeveralMachines)
-    assert (engine.host, engine.connected[1:]) == (host, [time.time] if host else [])
+    assert (engine.host, engine.connected[1:]) == (host, [shared_clock] if host else [])
 
 
 def test_a_configuration_that_the_backend_supports_is_accepted(task: Path) -> None:

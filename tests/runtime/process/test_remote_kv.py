@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ import pytest
 from tests.engine.engine_cluster import EngineCluster
 from tests.engine.tiny import TINY, make_request
 
+from dora.config import load
 from dora.curve import CurveAddress
+from dora.engine.engine import Engine
 from dora.engine.kv_transfer import transfer
 from dora.engine.kv_transfer.handoff import HandoffMemory, HandoffSlot, HandoffSlots, Reservation
 from dora.engine.kv_transfer.transfer import KVTransport
@@ -29,6 +33,8 @@ from dora.runtime.process.remote_kv import (
     serve_kv,
 )
 from dora.runtime.process.rpc import RequestServer
+from dora.runtime.rollout.engine_worker import build_engine
+from dora.runtime.run_setup import RunSetup
 
 LOOPBACK = "127.0.0.1"
 BLOCK_BYTES = TINY.kv_bytes_per_token * 16
@@ -187,3 +193,17 @@ def test_blocks_are_copied_in_frames_for_many_peers_at_once(monkeypatch: pytest.
             assert not own[105:].any()
 
         assert [*threads.map(copy, range(4))] == [None] * 4
+
+
+def test_leases_of_a_run_with_several_machines_do_not_depend_on_the_wall_clock(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Set back by an hour, it would let a destination keep its row for an hour if the source hangs."""
+    setup = RunSetup.make(load.read_config(task), tmp_path)
+    engine = build_engine(replace(setup.engine_spec(tmp_path, 0), host=LOOPBACK))
+    assert isinstance(engine, Engine)
+    clock, wall_s = engine._migrator.clock, time.time()
+    assert abs(clock() - wall_s) < 60.0, "other machines have about the same"
+    before_s = clock()
+    monkeypatch.setattr(time, "time", lambda: wall_s - 3600.0)
+    assert 0.0 <= clock() - before_s < 60.0

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from inspect import isfunction, signature
 from typing import Any
@@ -61,7 +60,7 @@ def engines_without_images(config: Config) -> list[str]:
 
 def make_engine(spec: EngineSpec) -> InferenceEngine:
     """The backend's engine; called in the engine's process."""
-    from dora.runtime.process.remote_kv import RemoteKVTransport
+    from dora.runtime.process.remote_kv import RemoteKVTransport, shared_clock
 
     assert spec.backend is not None
     factory: Any = _load_engine(spec.backend, "engine.backend")  # untyped, because its options are its own
@@ -69,7 +68,7 @@ def make_engine(spec: EngineSpec) -> InferenceEngine:
     own = {name: getattr(spec, name) for name in names} | {"model": str(spec.model)}
     engine: InferenceEngine = factory(**own, **(spec.backend_options or {}))
     if spec.host is not None and isinstance(engine, MigratesBetweenMachines):
-        engine.connect(RemoteKVTransport(spec.broker).open_handoff, time.time)
+        engine.connect(RemoteKVTransport(spec.broker).open_handoff, shared_clock)
     return engine
 
 

@@ -23,6 +23,14 @@ BROKER_TIMEOUT_S = 30.0  # without a reply the engine exits: it cannot know whic
 FRAME_BYTES = 2**18  # of KV: one frame is encrypted while the one before is sent
 KV_TIMEOUT_S = 2.0  # for some blocks; after that the migration fails and the request stays at the source
 STATUS_MAX_AGE_S = 0.002  # how old the last known status of a migration may be
+_EPOCH_S = time.time() - time.monotonic()
+
+
+def shared_clock() -> float:
+    """The clock of migrations between machines (s): the wall clock as of the start of this process, without
+    its later steps, which would let leases expire at once or never.
+    """
+    return _EPOCH_S + time.monotonic()
 
 
 class RemoteKVTransport(KVTransport):

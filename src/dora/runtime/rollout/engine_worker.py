@@ -102,7 +102,7 @@ def build_engine(spec: m.EngineSpec) -> InferenceEngine:
     from dora.data.tokenizer import Tokenizer
     from dora.engine.engine import Engine
     from dora.model.pretrained import load_config
-    from dora.runtime.process.remote_kv import RemoteKVTransport
+    from dora.runtime.process.remote_kv import RemoteKVTransport, shared_clock
     from dora.runtime.process.resources import use_device
 
     device = use_device(spec.device)
@@ -124,7 +124,7 @@ def build_engine(spec: m.EngineSpec) -> InferenceEngine:
         pool=spec.pool,
         kv_transfer=spec.kv_transfer,
         transport=None if spec.host is None else RemoteKVTransport(spec.broker),
-        clock=time.monotonic if spec.host is None else time.time,
+        clock=time.monotonic if spec.host is None else shared_clock,
     )
 
 
