@@ -439,6 +439,35 @@ def test_no_file_descriptor_for_a_channel_or_a_client_is_an_os_error(echo: Reque
             RequestClient(echo.address, 20.0)
 
 
+_FEW_DESCRIPTORS = """
+import os, resource, sys
+from dora.curve import CurveServer
+from dora.runtime.process.rpc import CurveChannel
+
+server = CurveServer()
+last = 200
+while (opened := os.open(os.devnull, os.O_RDONLY)) < last:
+    pass
+os.close(opened)
+_, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (last + int(sys.argv[1]), hard_limit))
+try:
+    CurveChannel.listen(server, "127.0.0.1")
+except OSError as error:
+    server.close()
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("num_free", [1, 4])
+def test_a_channel_without_enough_file_descriptors_neither_ends_nor_stops_the_driver(num_free: int) -> None:
+    """libzmq aborts the process at some places, and a server waits for a socket that was left open."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _FEW_DESCRIPTORS, str(num_free)], capture_output=True, text=True, timeout=60
+    )
+    assert ended.stdout.endswith("Too many open files\n"), ended
+
+
 def test_clients_are_accepted_once_there_are_file_descriptors_again(echo: RequestServer) -> None:
     port = int(echo.address.endpoint.rpartition(":")[2])
     with socket.socket() as first, socket.socket() as second:

@@ -31,6 +31,7 @@ from dora.curve import (
 
 OUT_OF_BAND_BYTES = 2**16  # buffers of at least this size are frames of their own, which are not copied
 FRAME_BYTES = 64 << 20  # of a message of a channel, which may be longer than MAX_FRAME_BYTES
+CHANNEL_DESCRIPTORS = 16  # file descriptors that are free before one more channel is opened; it takes 8 to 10
 SEND_POLL_S = 0.2  # between two tries to send, while the queue is full or the peer is not connected yet
 
 
@@ -58,10 +59,17 @@ class CurveChannel:
     @os_errors()
     def listen(cls, server: CurveServer, host: str) -> tuple[Self, ChannelAddress]:
         """The driver's end, and the address for the worker. Raises OSError."""
-        receiver, to_send = server.bind(zmq.PULL, f"tcp://{host}:*")
-        sender, to_receive = server.bind(zmq.PUSH, f"tcp://{host}:*")
-        monitor = receiver.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        return cls(sender, receiver, monitor, has_one_peer=False), ChannelAddress(to_send, to_receive)
+        _check_free_descriptors()
+        with contextlib.ExitStack() as on_error:  # the server waits for open sockets when it is closed
+            receiver, to_send = server.bind(zmq.PULL, f"tcp://{host}:*")
+            on_error.callback(receiver.close, linger=0)
+            sender, to_receive = server.bind(zmq.PUSH, f"tcp://{host}:*")
+            on_error.callback(sender.close, linger=0)
+            monitor = receiver.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+            on_error.callback(monitor.close, linger=0)
+            channel = cls(sender, receiver, monitor, has_one_peer=False)
+            on_error.pop_all()
+        return channel, ChannelAddress(to_send, to_receive)
 
     @classmethod
     def connect(cls, address: ChannelAddress) -> Self:
@@ -137,6 +145,13 @@ class CurveChannel:
             self._descriptors.discard(descriptor)
             self._is_peer_gone |= descriptor == self._peer_descriptor  # which the next peer may get
         return self._is_peer_gone
+
+
+def _check_free_descriptors() -> None:
+    """Raises OSError if too few are free: libzmq ends the process if it gets none at some places."""
+    with contextlib.ExitStack() as opened:
+        for _ in range(CHANNEL_DESCRIPTORS):
+            opened.enter_context(socket.socket())
 
 
 class RequestServer:
