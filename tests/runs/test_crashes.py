@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
@@ -162,6 +163,24 @@ def test_a_stopped_run_that_cannot_save_a_checkpoint_says_so(start_run: StartRun
     lost = "the last steps have no checkpoint, so that a resume trains them again: trainer sent no heartbeat"
     assert lost in ended.out
     check_cleaned_up(run, workers)
+
+
+class StoppedSetup(RunSetup):
+    """A signal that also reaches the workers: the driver finds first that one cannot be replaced."""
+
+    def requests(self, ids: Sequence[RequestId], version: int) -> list[Request]:
+        signal.raise_signal(signal.SIGTERM)
+        raise RunError("the head of the Ray cluster is lost")
+
+
+def test_an_error_after_the_signal_does_not_make_a_stopped_run_a_failed_one(
+    task: Path, tmp_path: Path
+) -> None:
+    output = io.StringIO()
+    ended = train(load.read_config(task), tmp_path / "run", Console(file=output, width=200), StoppedSetup)
+    assert ended["stopped"] == "SIGTERM"
+    assert "while the run stopped: the head of the Ray cluster is lost" in output.getvalue()
+    assert "stopped by SIGTERM" in output.getvalue()
 
 
 def test_a_run_stopped_while_it_starts_ends_cleanly(start_run: StartRun) -> None:

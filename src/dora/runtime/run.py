@@ -278,7 +278,7 @@ class _Session:
     def run(self) -> dict[str, Any]:
         stopped = "an error"
         try:
-            self._train()
+            self._train_until_stopped()
             stopped = ""
         except Stopped as error:
             stopped = str(error)
@@ -304,6 +304,18 @@ class _Session:
                 if self._gateway is not None:
                     self._gateway.close(self._signals.is_urgent)
         return summary
+
+    def _train_until_stopped(self) -> None:
+        """As `_train`. An error after a signal counts as its consequence: workers and Ray may have got it as
+        well, so that a lost worker cannot be replaced.
+        """
+        try:
+            self._train()
+        except RunError as error:
+            if self._signals.is_pending:
+                self._console.notice(f"while the run stopped: {error}")
+            self._signals.check()
+            raise
 
     def _train(self) -> None:
         executor, config = self._executor, self._setup.config
@@ -658,9 +670,14 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether `check` would raise Stopped."""
+        return bool(self._received) and not self._is_ignored
+
     def check(self) -> None:
         """Raises Stopped if a signal has arrived."""
-        if self._received and not self._is_ignored:
+        if self.is_pending:
             self._num_raised = self._num_received
             raise Stopped(self._received)
 
