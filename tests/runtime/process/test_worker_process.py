@@ -114,6 +114,29 @@ def test_cpu_time_includes_processes_that_have_exited() -> None:
     assert cpu_s() - before_s > 0.45  # the system counts in ticks of 10 ms
 
 
+_OTHER_USER = """
+import os, subprocess, psutil
+from dora.runtime.process.descendants import kill_descendants
+
+quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+foreign = subprocess.Popen(["sleep", "1000"], **quiet)
+os.setuid(65534)
+own = subprocess.Popen(["sleep", "1000"], **quiet)
+print(foreign.pid, flush=True)
+kill_descendants(psutil.Process())
+print(own.wait())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root starts a program of another user")
+def test_a_program_of_another_user_does_not_keep_the_others_alive() -> None:
+    """As one that a reward function has started by sudo."""
+    ended = subprocess.run([sys.executable, "-c", _OTHER_USER], capture_output=True, text=True, timeout=60)
+    foreign, *exit_codes = ended.stdout.split()
+    psutil.Process(int(foreign)).kill()
+    assert exit_codes == ["-9"], ended.stderr
+
+
 @pytest.mark.parametrize("how", ["killed", "by itself"])
 def test_processes_that_a_worker_has_started_end_with_it(how: str) -> None:
     messages = WorkerMessages()

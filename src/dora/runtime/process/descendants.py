@@ -36,21 +36,24 @@ def kill_group(leader: int) -> None:
 
 
 def kill_with_descendants(process: psutil.Process) -> None:
-    """Kill a process and all its descendants but inference servers."""
-    with contextlib.suppress(psutil.NoSuchProcess):
+    """Kill a process and all its descendants but inference servers, as far as that is permitted."""
+    with contextlib.suppress(psutil.Error):
         process.suspend()  # it starts no more processes
     kill_descendants(process)
-    with contextlib.suppress(psutil.NoSuchProcess):
+    with contextlib.suppress(psutil.Error):
         process.kill()
 
 
 def kill_descendants(process: psutil.Process) -> None:
-    """Kill all descendants of a process, but no inference servers, which have a keeper."""
-    with contextlib.suppress(psutil.NoSuchProcess):
+    """Kill all descendants of a process, but no inference servers, which have a keeper.
+
+    Those that this process must not kill, as a program of another user, are left.
+    """
+    with contextlib.suppress(psutil.Error):
         found = process.children(recursive=True)
         keepers = {each.pid for each in found if _is_keeper(each)}
         for each in found:
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
                 if os.getsid(each.pid) not in keepers:  # each keeper leads a session
                     each.kill()
 

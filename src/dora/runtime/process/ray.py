@@ -328,6 +328,7 @@ class RayProcess:
         self._channel, address = launcher.listen()
         self._is_connected, self._has_exited = threading.Event(), threading.Event()
         self.pid: int | None = None
+        self._found: psutil.Process | None = None  # on the driver's node
         self._node = driver.node
         options = {"name": name, "num_cpus": bundle.resources.cpus, "num_gpus": bundle.resources.gpus}
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(bundle.group, bundle.index)
@@ -349,7 +350,11 @@ class RayProcess:
         """The first message of a worker, which is not returned, names its process and node."""
         if not self._is_connected.is_set():
             try:
-                self.pid, self._node = self._channel.recv()
+                pid, self._node = self._channel.recv()
+                if not self.node:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        self._found = psutil.Process(pid)
+                self.pid = pid
             finally:
                 self._launcher.unconnected.discard(self)
                 self.waiting_for = ""
@@ -370,15 +375,15 @@ class RayProcess:
         return f"{where}exited: {self._ray_exit_reason()}"
 
     def kill(self) -> None:
-        """As in `ProcessHandle`, with all processes that it has started; waits for EXIT_TIMEOUT_S only.
+        """As in `ProcessHandle`, with all processes that it has started; waits for EXIT_TIMEOUT_S only, on
+        another node once more.
 
         On this node by signal first: Ray takes seconds to kill a process that is stopped. On another one by
         closing the channel: a worker that does not hang then cleans up and exits.
         """
-        if self.is_alive and self.pid is not None and not self.node:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                kill_with_descendants(psutil.Process(self.pid))
-        elif self.is_alive and self.pid is not None:
+        if self.is_alive and self._found is not None:
+            kill_with_descendants(self._found)
+        elif self.is_alive and self.node:
             self._channel.close()
             self._has_exited.wait(EXIT_TIMEOUT_S)
         head = self._launcher.head
@@ -392,7 +397,7 @@ class RayProcess:
     def _transfer(self, version: int) -> None:
         """Transfer a version to the worker's node. If that fails, the engine reports the missing version."""
         assert self._store is not None
-        with contextlib.suppress(FileNotFoundError, RayError):
+        with contextlib.suppress(OSError, RayError):
             ref = self._launcher.put_version(self._store, version)
             received = self._actor.receive_version.remote(version, ref, self._store.versions())
             ray.get(received, timeout=self._launcher.start_timeout_s)

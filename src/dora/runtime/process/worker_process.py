@@ -150,8 +150,10 @@ def _exit_at_end(pipe: Connection) -> None:
 
 
 def _exit(code: int = 0) -> None:
-    kill_descendants(psutil.Process())
-    os._exit(code)
+    try:
+        kill_descendants(psutil.Process())
+    finally:
+        os._exit(code)
 
 
 Target = Callable[[WorkerOutbox, WorkerInbox, Any], None]
