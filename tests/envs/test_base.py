@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from dora.envs.base import Environment, load_environment
+from dora.envs.base import Environment, Step, check_step, load_environment
 from dora.errors import EnvError
 
 MODULE = "tests.envs.countdown"
@@ -62,19 +63,50 @@ def test_methods_must_be_coroutines(tmp_path: Path) -> None:
         load_environment(f"{file}:Plain")
 
 
-@pytest.mark.parametrize("close", ["", "    async def close(self): ...\n"])
-def test_an_environment_needs_a_plain_close_method(tmp_path: Path, close: str) -> None:
-    file = tmp_path / "open.py"
-    methods = "    async def reset(self, row, seed): ...\n    async def step(self, action): ...\n"
-    file.write_text(f"class Open:\n{methods}{close}")
+def write_environment(folder: Path, *methods: str, base: str = "") -> str:
+    """The name of a class in a file, with these methods."""
+    file, head = folder / "own.py", "from dora.envs.base import Environment\n" if base else ""
+    file.write_text(f"{head}class Own{base}:\n" + "".join(f"    {method}: ...\n" for method in methods))
+    return f"{file}:Own"
+
+
+RESET, STEP = "async def reset(self, row, seed)", "async def step(self, action)"
+
+
+@pytest.mark.parametrize(("method", "missing"), [(RESET, "step"), (STEP, "reset")])
+def test_a_method_that_is_only_inherited_from_the_base_class_is_missing(
+    tmp_path: Path, method: str, missing: str
+) -> None:
+    name = write_environment(tmp_path, method, base="(Environment)")
+    with pytest.raises(EnvError, match=f"it needs a method `async def {missing}`"):
+        load_environment(name)
+
+
+def test_an_environment_needs_a_method_close(tmp_path: Path) -> None:
     with pytest.raises(EnvError, match="it needs a method `def close`"):
-        load_environment(f"{file}:Open")
+        load_environment(write_environment(tmp_path, RESET, STEP))
 
 
-@pytest.mark.parametrize("restore", ["", "    async def restore(self, state): ...\n"])
-def test_an_environment_with_snapshots_can_restore_them(tmp_path: Path, restore: str) -> None:
-    file = tmp_path / "stored.py"
-    methods = f"    def snapshot(self): ...\n{restore}"
-    file.write_text(f"from dora.envs.base import Environment\nclass Stored(Environment):\n{methods}")
+def test_an_environment_with_snapshots_can_restore_them(tmp_path: Path) -> None:
+    name = write_environment(tmp_path, RESET, STEP, "def snapshot(self)", base="(Environment)")
     with pytest.raises(EnvError, match="it also needs a method `def restore`"):
-        load_environment(f"{file}:Stored")
+        load_environment(name)
+
+
+@pytest.mark.parametrize("method", ["close", "snapshot", "restore"])
+def test_methods_that_must_not_be_coroutines(tmp_path: Path, method: str) -> None:
+    plain = [f"def {other}(self, *state)" for other in ("close", "snapshot", "restore") if other != method]
+    name = write_environment(tmp_path, RESET, STEP, *plain, f"async def {method}(self, *state)")
+    with pytest.raises(EnvError, match=f"`{method}` must not be async: write `def {method}`"):
+        load_environment(name)
+
+
+@pytest.mark.parametrize("done", [0.75, 1, None, "yes"])
+def test_a_step_whose_done_is_no_bool_is_refused_with_the_order(done: object) -> None:
+    with pytest.raises(TypeError, match=r"True or False; step returns \(observation, reward, done\)"):
+        check_step(("x", False, done))
+
+
+@pytest.mark.parametrize("done", [True, np.True_])
+def test_a_step_may_have_a_done_of_numpy_and_a_bool_as_reward(done: bool) -> None:
+    assert check_step(("x", True, done)) == Step("", 1.0, True)

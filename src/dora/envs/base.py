@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
 from dora.errors import EnvError
 from dora.loading import load_attribute
 
@@ -74,21 +76,26 @@ def load_environment(name: str, options: Mapping[str, Any] = {}) -> Callable[[],
     """Makes objects of the class "file.py:Class" or "package.module:Class", or by a function, with these
     keyword arguments.
 
-    Raises EnvError if it does not exist or has other parameters, if `reset` or `step` is not a coroutine, or
-    `close` is one, or if it has one of `snapshot` and `restore`, or a coroutine of this name.
+    Raises EnvError if it does not exist or has other parameters, if it has no own `reset` or `step`, or one
+    that is not a coroutine, if `close` is one, or if it has one of `snapshot` and `restore`, or a coroutine
+    of this name.
     """
     make: Callable[..., Environment] = load_attribute(name, "env.environment", EnvError)
     if inspect.isclass(make):
         for method in ("reset", "step"):
-            if not inspect.iscoroutinefunction(getattr(make, method, None)):
+            own = getattr(make, method, None)
+            if own is getattr(Environment, method) or not inspect.iscoroutinefunction(own):
                 raise EnvError(f"env.environment = {name!r}: it needs a method `async def {method}`")
-        close = getattr(make, "close", None)
-        if not callable(close) or inspect.iscoroutinefunction(close):
-            raise EnvError(f"env.environment = {name!r}: it needs a method `def close`")
-        own = [method for method in ("snapshot", "restore") if hasattr(make, method)]
-        for method in ("snapshot", "restore") if own else ():
-            if method not in own or inspect.iscoroutinefunction(getattr(make, method)):
-                raise EnvError(f"env.environment = {name!r}: it also needs a method `def {method}`")
+        has_snapshots = any(hasattr(make, method) for method in ("snapshot", "restore"))
+        for method in ("close", "snapshot", "restore") if has_snapshots else ("close",):
+            plain = getattr(make, method, None)
+            if inspect.iscoroutinefunction(plain):
+                raise EnvError(
+                    f"env.environment = {name!r}: its `{method}` must not be async: write `def {method}`"
+                )
+            if not callable(plain):
+                also = "" if method == "close" else "also "
+                raise EnvError(f"env.environment = {name!r}: it {also}needs a method `def {method}`")
     with contextlib.suppress(ValueError):  # it has no signature
         signature = inspect.signature(make)
         try:
@@ -150,6 +157,8 @@ def check_step(value: object) -> Step:
     if not isinstance(value, tuple) or len(value) != len(Step._fields):
         raise TypeError(f"step returned {value!r}, must return (observation, reward, done)")
     observation, reward, done = value
+    if not isinstance(done, bool | np.bool_):
+        raise TypeError(f"done = {done!r} must be True or False; step returns (observation, reward, done)")
     if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
         raise ValueError(f"the reward {reward!r} must be a finite number")
     return Step("" if done else check_observation(observation), float(reward), bool(done))

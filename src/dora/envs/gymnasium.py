@@ -55,7 +55,7 @@ class GymnasiumEnvironment(Environment):
         if not self.env.action_space.contains(parsed):
             return Step("", 0.0, True)
         observation, reward, terminated, truncated, _ = await self._in_thread(lambda: self.env.step(parsed))
-        return Step(self.to_text(observation), float(reward), terminated or truncated)
+        return Step(self.to_text(observation), float(reward), bool(terminated or truncated))
 
     def close(self) -> None:
         """Close the environment after its current call, without waiting."""
