@@ -139,6 +139,12 @@ def test_the_error_for_an_unknown_section_names_the_nearest(file: Path) -> None:
         ("trainer.lr=nan", "trainer.lr = nan: input should be a finite number"),
         ("run.steps=true", "run.steps = True: input should be a valid integer"),
         ("engine.min_step_time=fast", "engine.min_step_time = 'fast'"),
+        ("sampling.temperature=0", "training needs samples that differ, and eval.greedy = true evaluates"),
+        (
+            "eval.temperature=0",
+            "should be greater than 0; change it in the file or with --set eval.temperature",
+        ),
+        ("eval.temperature=0.0", "; eval.greedy = true evaluates greedily, and eval.num_samples = 0 samples"),
         ("sampling.top_p=0", "sampling.top_p = 0: input should be greater than 0"),
         ("sampling.min_p=1.5", "sampling.min_p = 1.5: input should be less than or equal to 1"),
         ("sampling.top_k=-1", "sampling.top_k = -1: input should be greater than or equal to 0"),

@@ -16,6 +16,7 @@ from dora.runtime.process.resources import use_device
 from dora.runtime.run_setup import check_tokenizer
 from dora.text import plural
 from dora.trainer.checkpoint import copy_tokenizer
+from dora.trainer.checkpoint_folders import check_model_folder
 from dora.trainer.sft import SftExample, mean_loss, train_sft
 
 MICRO_BATCH_TOKENS = 4096
@@ -47,6 +48,7 @@ def run_sft(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists and is not an empty folder; name a new one with --out")
+    check_model_folder("--model", model)
     tokenizer = Tokenizer(model)
     config, flat = load_pretrained(model)
     check_tokenizer(model, tokenizer, config)

@@ -32,6 +32,7 @@ from dora.model.pretrained import load_config, load_pretrained, save_pretrained
 from dora.model.weights import initial_weights
 from dora.rewards.sandbox.runner import Sandbox
 from dora.text import plural
+from dora.trainer.checkpoint_folders import check_model_folder
 
 MAX_ROWS = 32  # responses that `dora generate` decodes at once
 FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe")
@@ -84,6 +85,7 @@ def generate(
     prompt is a user message for the model's chat template; its variables are a JSON object. Raises
     InputError.
     """
+    check_model_folder("MODEL", folder)
     context, tokenizer = load_config(folder).max_position_embeddings, Tokenizer(folder)
     template = template_of(folder, is_chat, chat_template_kwargs)
     prompt_ids = tuple(PromptEncoder(tokenizer, template).encode(prompt))

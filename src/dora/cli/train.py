@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from dora.cli.inspect import RunFolder
-from dora.errors import FinishedRunError, InputError
+from dora.errors import ConfigError, FinishedRunError, InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -112,14 +112,26 @@ def evaluate(
     auto_resume: AutoResume = False,
 ) -> None:
     """Evaluate a model on the held-out prompts of a run: no training."""
-    from dora.config import load
-
-    short = [] if model is None else [f"model.path={json.dumps(str(model))}"]
-    settings = load.read_config(config, [*(overrides or []), *short, "run.steps=0"])
+    settings = _read_evaluated(config, model, overrides or [])
     is_served = settings.external_source is not None
     if (begun := _begun(out, auto_resume=auto_resume)) is not None:
         _resume(begun, [], settings, auto_resume=True, is_served=is_served)
     _start(settings, out or _new_folder(config, "-eval"), is_served=is_served)
+
+
+def _read_evaluated(config: Path, model: Path | None, overrides: list[str]) -> Config:
+    """The configuration of an evaluation. Raises InputError; it names --model if the model is missing."""
+    from dora.config import load
+    from dora.trainer.checkpoint_folders import check_model_folder
+
+    if model is None:
+        return load.read_config(config, [*overrides, "run.steps=0"])
+    check_model_folder("--model", model)
+    try:
+        return load.read_config(config, [*overrides, f"model.path={json.dumps(str(model))}", "run.steps=0"])
+    except ConfigError as error:
+        wrong = str(error).removeprefix(f"model.path = {str(model)!r}")
+        raise ConfigError(f"--model {model}{wrong}" if wrong != str(error) else wrong) from error
 
 
 def _changes(

@@ -51,6 +51,10 @@ PATHS: dict[str, RepoType | None] = {  # with the kind of repository on the hub 
     **dict.fromkeys(("service.token_file", "env.token_file", "trainer.continue_from")),
 }
 TRAINING_SECTIONS = ("trainer", "algorithm", "correction", "critic", "distillation", "curriculum")
+REMEDIES_FOR_0 = {  # appended to the error for a value of 0
+    "sampling.temperature": "; training needs samples that differ, and eval.greedy = true evaluates greedily",
+    "eval.temperature": "; eval.greedy = true evaluates greedily, and eval.num_samples = 0 samples nothing",
+}
 POLICY_KEYS = ("max_staleness", "batches_per_version", "ablations")  # they belong to one update policy
 
 
@@ -273,7 +277,8 @@ def _explain(details: ErrorDetails) -> str:
     problem = f"  {name} = {details['input']!r}: {details['msg'][:1].lower()}{details['msg'][1:]}"
     if meaning is None:
         return f"{problem}; write a table {table}"
-    return f"{problem}; change it in the file or with --set {typed}=...\n    {name}: {meaning}"
+    remedy = REMEDIES_FOR_0.get(name, "") if details["input"] == 0 else ""
+    return f"{problem}; change it in the file or with --set {typed}=...{remedy}\n    {name}: {meaning}"
 
 
 def _leaf_names(name: str, value: object) -> Iterator[str]:

@@ -15,7 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from dora.errors import InputError
+
 MANIFEST = "checkpoint.json"
+NUM_LISTED = 10  # checkpoints that an error names
 _NAME = re.compile(r"step-(\d+)")
 
 
@@ -67,6 +70,23 @@ def checkpoint_folders(folder: Path) -> dict[int, Path]:
 def complete_checkpoints(folder: Path) -> dict[int, Path]:
     """Step -> checkpoint, newest first; folders with missing or damaged files are left out."""
     return {step: path for step, path in checkpoint_folders(folder).items() if not find_damage(path)}
+
+
+def check_model_folder(option: str, folder: Path) -> None:
+    """Refuse the folder of a run, and a checkpoint that does not exist, with those that do.
+
+    `option` names the folder on the command line. Raises InputError.
+    """
+    if (folder / "config.toml").is_file() and not (folder / "config.json").is_file():
+        saved = checkpoint_folders(folder / "checkpoints")
+        newest = (
+            f"name a checkpoint, the newest is {next(iter(saved.values()))}" if saved else "it has none yet"
+        )
+        raise InputError(f"{option} {folder} is the folder of a run; its checkpoints are models: {newest}")
+    if _NAME.fullmatch(folder.name) and not folder.exists() and (saved := checkpoint_folders(folder.parent)):
+        listed = ", ".join(path.name for path in [*saved.values()][:NUM_LISTED])
+        more = f" and {len(saved) - NUM_LISTED} older ones" if len(saved) > NUM_LISTED else ""
+        raise InputError(f"{option} {folder} does not exist; {folder.parent} has {listed}{more}")
 
 
 def recover_replaced(folder: Path) -> None:
