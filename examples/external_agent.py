@@ -36,13 +36,13 @@ class Service:
     """One connection to a run's service; lost and early requests are retried."""
 
     def __init__(self, run: Path) -> None:
-        self._file = run / "service.json"
+        self._file, self._summary = run / "service.json", run / "summary.json"
         self._connection: http.client.HTTPConnection | None = None
 
     def request(self, method: str, path: str, body: object = None, session: str = "") -> tuple[int, Any]:
         """Status and content of the response. Raises RunIsOver."""
         deadline_s = time.monotonic() + RETRY_TIMEOUT_S
-        while time.monotonic() < deadline_s and self._file.exists():
+        while time.monotonic() < deadline_s and not self._is_over():
             try:
                 status, content = self._send(method, path, body, session)
                 if status == 410 and content["error"]["type"].startswith("run_"):
@@ -54,6 +54,10 @@ class Service:
                 self.close()
             time.sleep(RETRY_S)
         raise RunIsOver
+
+    def _is_over(self) -> bool:
+        """A run that is resumed after a crash has neither file until its service listens."""
+        return self._summary.exists() and not self._file.exists()
 
     def close(self) -> None:
         """Close the connection; the next request opens another one."""

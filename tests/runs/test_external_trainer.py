@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import subprocess
@@ -36,16 +37,23 @@ class ServedRun:
         self.trainer: subprocess.Popen[str] | None = None
 
     def start(self, **changes: object) -> Run:
-        return self._wait_for_service(Run(self.task, self.out, command="serve", **{**EXTERNAL, **changes}))  # type: ignore[arg-type]
+        run = Run(self.task, self.out, command="serve", **{**EXTERNAL, **changes})  # type: ignore[arg-type]
+        return self._wait_for_service("", run)
 
     def resume(self) -> Run:
-        self.file.unlink()  # of the run before
-        return self._wait_for_service(Run(None, self.out, command="serve"))
+        return self._wait_for_service(self.file.read_text(), Run(None, self.out, command="serve"))
 
-    def _wait_for_service(self, run: Run) -> Run:
+    def _wait_for_service(self, before: str, run: Run) -> Run:
+        """Wait until the address is another one than `before`, that of the run which was killed."""
         self.runs.append(run)
-        run.wait_until(self.file.exists, "its service")
+        run.wait_until(lambda: self._read_address() not in ("", before), "its service")
         return run
+
+    def _read_address(self) -> str:
+        """The address; empty if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.file.read_text()
+        return ""
 
     def put_prompts(self, first: int, count: int) -> int:
         """Upload prompts twice, as a client does that got no reply. Returns how many the run has."""

@@ -190,6 +190,12 @@ def test_a_released_folder_has_only_files_that_are_not_the_run_s(task: Path, tmp
     assert [path for path in out.rglob("*") if path.is_file()] == [out / "code" / "own.py"]
 
 
+def test_a_new_run_removes_the_address_of_an_earlier_service(task: Path, tmp_path: Path) -> None:
+    (tmp_path / "service.json").write_text("{}")
+    run_dir.claim(tmp_path, read_config(task))
+    assert not (tmp_path / "service.json").exists()
+
+
 def test_a_dry_run_describes_the_run_and_writes_nothing(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

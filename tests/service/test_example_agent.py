@@ -97,8 +97,20 @@ def test_the_agent_reports_why_an_episode_was_lost(run: FakeRun) -> None:
 def test_the_agent_ends_with_the_run(run: FakeRun) -> None:
     service = external_agent.Service(run.setup.out)
     (run.setup.out / "service.json").unlink()
+    (run.setup.out / "summary.json").touch()
     with pytest.raises(external_agent.RunIsOver):
         service.request("GET", "/v1/status")
+
+
+def test_the_agent_waits_for_a_run_that_is_resumed_after_a_crash(run: FakeRun) -> None:
+    address = run.setup.out / "service.json"
+    service, content = external_agent.Service(run.setup.out), address.read_text()
+    address.unlink()
+    writer = threading.Timer(3 * external_agent.RETRY_S, address.write_text, args=(content,))
+    writer.start()
+    assert service.request("GET", "/v1/status")[0] == 200
+    writer.join()
+    service.close()
 
 
 def test_the_agent_ends_as_soon_as_the_service_says_that_the_run_has(run: FakeRun) -> None:

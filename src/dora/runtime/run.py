@@ -62,7 +62,7 @@ from dora.runtime.recovery.resume import (
     read_recorded_journal,
     resumed_config,
 )
-from dora.runtime.run_dir import SAMPLES, remove_stale_control_dir
+from dora.runtime.run_dir import SAMPLES, remove_stale_files
 from dora.runtime.run_setup import RunSetup
 from dora.stream.sample_db import SampleStore
 from dora.text import plural, step_number
@@ -123,13 +123,13 @@ def resume(
     finished trains no step again, whatever became of its checkpoints.
     """
     config = resumed_config(run, overrides, given)
+    remove_stale_files(run)
     resources.check_devices(config)
     backends.check_backends(config)
     check_gateway(config, gateway)
     print_notice(console, f"reading {_inputs(config)}, and the files of {run}")
     setup = setup_type.make(config, run)
     check_gpu_memory(setup)
-    remove_stale_control_dir(run)
     with _control_of(setup) as control:  # from here on no other process drives the run
         if has_recorded_events(run):
             with _previous_run(setup, repeats_steps=given is None) as previous:

@@ -29,6 +29,7 @@ SAMPLES = "samples.sqlite"
 CODE = "code"  # has copies of the user's files
 CODE_FILES = f"{CODE}/*.{'[0-9a-f]' * 12}.py"
 SESSIONS = "sessions.txt"  # the names of agents' sessions
+SERVICE_ADDRESS = "service.json"  # URL and auth token of the service, while it listens
 INCOMING_PARTS = "incoming/parts"  # uploads of an external trainer that are not complete
 RUN_FILES = (
     "config.toml",
@@ -57,6 +58,7 @@ def claim(out: Path, config: Config) -> None:
     """Create the run folder and write the resolved configuration into it. Raises InputError."""
     check_out(out)
     _write_config(out, config)
+    (out / SERVICE_ADDRESS).unlink(missing_ok=True)  # of another run that was here
 
 
 def reclaim(out: Path, config: Config) -> None:
@@ -118,8 +120,8 @@ def write_driver(run: Path) -> None:
     )
 
 
-def remove_stale_control_dir(run: Path) -> None:
-    """Remove the control folder of a driver that was killed; not that of a running one.
+def remove_stale_files(run: Path) -> None:
+    """Remove the control folder and the service's address of a driver that was killed; not of a running one.
 
     Raises InputError if the driver runs on another machine.
     """
@@ -127,6 +129,7 @@ def remove_stale_control_dir(run: Path) -> None:
         raise InputError(f"--resume {run}: this run is in progress on {host}; stop it first")
     if driver_of(run) is None:
         shutil.rmtree(run / "control", ignore_errors=True)
+        (run / SERVICE_ADDRESS).unlink(missing_ok=True)  # clients wait for the new one
 
 
 def check_running(run: Path) -> None:

@@ -171,8 +171,11 @@ class Address:
 
     @property
     def is_served(self) -> bool:
-        """Whether the run's folder still has the address; True where it cannot be read."""
-        return self.run is None or (self.run / "service.json").exists()
+        """Whether the run's folder has the address, or no summary; True where it cannot be read.
+
+        A run that is resumed after a crash has neither of them until its service listens.
+        """
+        return self.run is None or (self.run / "service.json").exists() or not (self.run / SUMMARY).exists()
 
     @property
     def options(self) -> dict[str, Any]:

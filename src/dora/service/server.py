@@ -23,6 +23,7 @@ from dora.auth_token import new_auth_token, read_auth_token, write_private_file
 from dora.config.schema import ServiceSection
 from dora.errors import ConfigError, RunError
 from dora.runtime.control.requests import RequestQueue, RunEnd, ServiceAddress
+from dora.runtime.run_dir import SERVICE_ADDRESS
 from dora.service import (
     agents,
     anthropic_messages,
@@ -41,7 +42,6 @@ from dora.service.connections import BACKLOG, LimitedConnection
 from dora.service.context import RunContext, RunHandle
 from dora.service.models import ERROR_RESPONSES, AsciiJSONResponse, add_error_handlers
 
-ADDRESS_FILE = "service.json"  # in the run's folder: URL and auth token
 START_TIMEOUT_S, STOP_TIMEOUT_S = 10, 5
 KEEP_ALIVE_S = 75  # an idle connection stays open this long after a response
 POLL_S = 0.02
@@ -69,7 +69,7 @@ class WebGateway:
 
     def __init__(self, settings: ServiceSection, run: Path) -> None:
         """Bind the address. Raises ConfigError if that fails, or if the auth token cannot be read."""
-        self._settings, self._file = settings, run / ADDRESS_FILE
+        self._settings, self._file = settings, run / SERVICE_ADDRESS
         file = settings.token_file
         self._auth_token = new_auth_token() if file is None else read_auth_token(file, "service.token_file")
         self._socket = _bind(settings.host, settings.port)

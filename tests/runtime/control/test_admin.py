@@ -14,6 +14,7 @@ from tests.service.fake_run import FakeRun
 from dora.errors import InputError, RunError, ServiceError
 from dora.runtime.control.admin import AdminAnswer, AdminRequest, ControlDir, send_request
 from dora.runtime.control.engines import add_engine, drain_engine
+from dora.runtime.run_dir import remove_stale_files
 
 
 def answer_all(control: ControlDir, stop: threading.Event) -> None:
@@ -53,6 +54,18 @@ def test_only_one_process_drives_a_run(tmp_path: Path) -> None:
     ControlDir(tmp_path)
     with pytest.raises(RunError, match=r"control exists, so another process drives this run: stop it"):
         ControlDir(tmp_path)
+
+
+def test_a_resume_removes_what_a_killed_driver_left_and_nothing_of_a_running_one(tmp_path: Path) -> None:
+    address, process = tmp_path / "service.json", tmp_path / "control" / "process.json"
+    ControlDir(tmp_path)
+    address.write_text("{}")
+    remove_stale_files(tmp_path)
+    assert address.exists()
+    assert process.exists()
+    process.write_text(json.dumps({"pid": psutil.Process().pid, "created_s": 0.0}))  # another one had this id
+    remove_stale_files(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_whose_driver_has_exited_is_refused(tmp_path: Path) -> None:
