@@ -23,7 +23,7 @@ from dora.envs.episode import EpisodeEnded, EpisodeFailed, EpisodeId, EpisodeSta
 from dora.errors import InputError, RunError
 from dora.service import rollout
 from dora.service.client import Address, AsyncClient
-from dora.service.rollout import Rollout, create_container, describe
+from dora.service.rollout import CommandEnd, Rollout, create_container, describe, parse_reward
 
 AGENT = """
 import json, os, urllib.request
@@ -100,6 +100,45 @@ def test_the_last_line_of_the_output_is_the_reward(run: FakeRun) -> None:
 def test_a_reward_file_comes_before_the_output(run: FakeRun) -> None:
     code = AGENT + "open(os.environ['DORA_REWARD_FILE'], 'w').write('0.25'); print(1)"
     assert rewards(roll_out(run, code)[1]) == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("write", ["print", "open(os.environ['DORA_REWARD_FILE'], 'w').write"])
+def test_a_reward_may_have_its_parts_by_turn(run: FakeRun, write: str) -> None:
+    ends, model = roll_out(run, f"""{AGENT}{write}('{{"reward": 0.75, "turn_rewards": [0.75]}}')""")
+    assert (ends, rewards(model)) == ({"rewarded": 2}, [0.75, 0.75])
+    assert [end.turn_rewards for end in model.ends if isinstance(end, EpisodeEnded)] == [(0.75,), (0.75,)]
+
+
+def test_parts_of_a_reward_that_do_not_fit_the_episode_fail_it(run: FakeRun) -> None:
+    ends, model = roll_out(run, f"""{AGENT}print('{{"reward": 1, "turn_rewards": [0.5, 0.5]}}')""")
+    assert ends == {"ended by the run: 2 turn_rewards for 1 turn; post one for each": 2}
+    assert [type(end) for end in model.ends] == [EpisodeFailed, EpisodeFailed]
+
+
+@pytest.mark.parametrize(
+    ("text", "reward", "turn_rewards"),
+    [
+        (" 0.5\n", 0.5, ()),
+        ('{"reward": 1}', 1.0, ()),
+        ('{"reward": null}', None, ()),
+        ('{"reward": 1.0, "turn_rewards": [0.25, 0.75], "tries": 3}', 1.0, (0.25, 0.75)),
+        ('{"reward": 1.0, "turn_rewards": []}', 1.0, ()),
+        ('{"score": 1}', None, ()),
+        ('{"reward": 1', None, ()),
+        ("[1]", None, ()),
+        ("inf", None, ()),
+    ],
+)
+def test_the_text_of_a_reward(text: str, reward: float | None, turn_rewards: tuple[float, ...]) -> None:
+    assert parse_reward(text) == CommandEnd(reward, "", turn_rewards)
+
+
+@pytest.mark.parametrize(
+    "values",
+    ['"high"', "NaN", 'null, "turn_rewards": [1]', '1, "turn_rewards": 2', '1, "turn_rewards": ["a"]'],
+)
+def test_an_object_without_numbers_fails_its_episode(values: str) -> None:
+    assert 'is no number or {"reward": number' in parse_reward(f'{{"reward": {values}}}').failure
 
 
 def test_without_a_number_the_run_scores_the_episode(run: FakeRun) -> None:

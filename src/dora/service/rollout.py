@@ -3,8 +3,9 @@
 The command reaches its session as `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and
 `ANTHROPIC_API_KEY`. `DORA_PROMPT` and `DORA_FIELDS` have the row of the dataset: the prompt as text or JSON,
 the other columns as a JSON object. The reward is the number in the file `DORA_REWARD_FILE`, or the last line
-of the output, or comes from the reward tasks of the run. With an image, each command runs in a container of
-its own, which sees no file of this machine.
+of the output, or comes from the reward tasks of the run. In place of the number there may be a JSON object
+such as `{"reward": 1.0, "turn_rewards": [0.5, 0.5]}`. With an image, each command runs in a container of its
+own, which sees no file of this machine.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ABANDON_S = 10.0  # for the end of a session that its lease would end later
 REMOVAL_S = 30.0  # for a container
 REPORT_S = 10.0  # between two lines about the progress
 FOLDER = "rollouts"  # in the folder of the run: the output of each command
-MAX_TAIL_BYTES = 4096  # of an output whose last line may be the reward
+MAX_TAIL_BYTES = 64 * 1024  # of an output whose last line may be the reward
 MAX_FAILURES = 3  # of commands in a row that ended without a turn or a reward, which stop everything
 NO_REWARD = "no reward, and the run has no reward tasks"  # how a session ended
 MAX_VARIABLE_BYTES = 128 * 1024  # of an environment variable in Linux, with its name and two other bytes
@@ -42,10 +43,14 @@ SESSION_ENDED = 410
 
 
 class CommandEnd(NamedTuple):
-    """How a command ended; the reward None comes from the reward tasks of the run."""
+    """How a command ended; the reward None comes from the reward tasks of the run.
+
+    `turn_rewards` are the parts of the reward, one for each turn, or empty.
+    """
 
     reward: float | None = None
     failure: str = ""
+    turn_rewards: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -149,7 +154,7 @@ class Rollout:
             await asyncio.gather(keeper, return_exceptions=True)
             if self.image is not None and not await _remove_container(container):
                 self.report(f"docker rm {container} takes over {REMOVAL_S:g} s: remove the container")
-        return CommandEnd(failure=failure) if failure else CommandEnd(_read_reward(reward_file, output))
+        return CommandEnd(failure=failure) if failure else _read_reward(reward_file, output)
 
     async def _wait(self, process: Process, keeper: asyncio.Task[None], end_s: float) -> str:
         """Wait for a command until `end_s` of the loop's clock; returns how it failed, or "".
@@ -179,7 +184,7 @@ class Rollout:
             await client.abandon_session(name)
             return end.failure or "no turn requested", num_turns
         try:
-            await client.post_reward(name, end.reward)
+            await client.post_reward(name, end.reward, end.turn_rewards)
         except ServiceError as error:
             if error.status != 400 or end.reward is not None:
                 raise
@@ -337,7 +342,7 @@ async def _renew_lease(client: AsyncClient, session: str, interval_s: float) -> 
         await client.get_session(session)
 
 
-def _read_reward(file: Path, output: Path) -> float | None:
+def _read_reward(file: Path, output: Path) -> CommandEnd:
     """The reward in a file, or in the last line of the output; None: there is none."""
     if file.exists():
         text = file.read_text(errors="replace", encoding="utf-8")
@@ -346,7 +351,28 @@ def _read_reward(file: Path, output: Path) -> float | None:
             stream.seek(max(0, output.stat().st_size - MAX_TAIL_BYTES))
             lines = stream.read().decode(errors="replace").split("\n")
         text = next((line for line in reversed(lines) if line.strip()), "")
+    return parse_reward(text)
+
+
+def parse_reward(text: str) -> CommandEnd:
+    """The reward that a text writes: a number, or a JSON object with `reward` and perhaps `turn_rewards`.
+
+    Other texts have no reward. An object whose values are not finite numbers is a failure.
+    """
     with contextlib.suppress(ValueError):
         reward = float(text)
-        return reward if math.isfinite(reward) else None
-    return None
+        return CommandEnd(reward if math.isfinite(reward) else None)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return CommandEnd()
+    if not isinstance(found, dict) or "reward" not in found:
+        return CommandEnd()
+    reward, parts = found["reward"], found.get("turn_rewards", [])
+    numbers = [
+        *([] if reward is None and not parts else [reward]),
+        *(parts if isinstance(parts, list) else [None]),
+    ]
+    if not all(isinstance(number, int | float) and abs(number) < math.inf for number in numbers):
+        return CommandEnd(failure='reward is no number or {"reward": number, "turn_rewards": [number, ...]}')
+    return CommandEnd(reward, turn_rewards=(*parts,))
