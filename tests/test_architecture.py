@@ -80,6 +80,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "dora.audit",
         "dora.journal",
         "dora.metrics",
+        "dora.stream.sample_db",
     ),
     "dora.trace": ("dora.core", "dora.errors", "dora.text", "dora.journal"),
     "dora.dashboard": (

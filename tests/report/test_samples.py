@@ -9,7 +9,7 @@ import pytest
 from tests.journal.recorded_runs import edited_samples, record_run, world_config
 
 from dora.cli.main import app
-from dora.core.types import GroupId, RequestId
+from dora.core.types import Branch, GroupId, RequestId
 from dora.data.chat import ChatTemplate, PromptEncoder
 from dora.data.tokenizer import Tokenizer, save_bpe_tokenizer
 from dora.errors import InputError
@@ -65,6 +65,7 @@ def test_jsonl_has_a_line_for_each_response(run: Path, capsys: Captured) -> None
         "tokens": 3,
         "finish_reason": "length",
         "segments": [[0, 1], [1, 2]],
+        "branches": None,
         "prompt": "1 2",
         "prompt_turns": [{"role": None, "text": "1 2"}],
         "response": "156",
@@ -80,6 +81,47 @@ def test_the_last_groups_are_printed_as_text(run: Path, capsys: Captured) -> Non
     assert f"response 0/0/1: reward 1 (right 1, short 0), advantage 1, {tokens}\n" in text
     assert "    [environment]\n    5\n" in text
     assert "group 0/1: version 0, finished\n" in printed(capsys, "samples", run)
+
+
+@pytest.fixture
+def branched(run: Path) -> Path:
+    """A run with one response: 3 4 5, of which 4 is observed; 6 follows 1 2 3 4, and 7 8 follow nothing."""
+    for file in run.glob("samples.sqlite*"):
+        file.unlink()
+    store = SampleStore(run / "samples.sqlite")
+    found = Trajectory(RequestId(0, 0, 0), 0, "d", [1, 2], [3, 4, 5, 6, 7, 8], [-0.5] * 6)
+    store.put(found._replace(loss_mask=[1, 0, 1, 1, 0, 1], branches=[Branch(5, 4), Branch(6, 0)]))
+    store.close()
+    return run
+
+
+def test_text_says_where_a_branch_begins_and_what_it_follows(branched: Path, capsys: Captured) -> None:
+    shown = printed(capsys, "samples", branched).partition("response 0/0/0: 6 tokens\n")[2]
+    assert [line for line in shown.splitlines() if line] == [
+        *("    [model]", "    3", "    [environment]", "    4", "    [model]", "    5"),
+        "  branch: the turns below follow 4 tokens of prompt and response, which end with '1 2 3 4'",
+        *("    [model]", "    6"),
+        "  branch: the turns below follow nothing, the agent has changed the whole history",
+        *("    [environment]", "    7", "    [model]", "    8"),
+    ]
+
+
+def test_jsonl_and_the_report_have_the_branches(branched: Path, capsys: Captured) -> None:
+    line = json.loads(printed(capsys, "samples", branched, "--jsonl"))
+    assert [turn["text"] for turn in line["turns"]] == ["3", "4", "5", "6", "7", "8"]
+    assert line["branches"] == [
+        {"turn": 3, "num_tokens": 4, "follows": "1 2 3 4"},
+        {"turn": 4, "num_tokens": 0, "follows": ""},
+    ]
+    (response,) = run_data(branched)["samples"]["groups"][0]["responses"]
+    assert response["branches"] == line["branches"]
+    assert response["parts"] == [["3", 1], ["4", 0], ["5", 1], ["6", 1], ["7", 0], ["8", 1]]
+
+
+@pytest.mark.parametrize("column", ["[[5", "[[99, 4]]", "[[5]]", "7"])
+def test_damaged_branches_are_left_out(branched: Path, tmp_path: Path, capsys: Captured, column: str) -> None:
+    damaged = edited_samples(branched, tmp_path / "damaged", f"update samples set branches = '{column}'")
+    assert "branch:" not in printed(capsys, "samples", damaged)
 
 
 def test_one_response_is_printed_also_by_why(run: Path, capsys: Captured) -> None:

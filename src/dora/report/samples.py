@@ -15,19 +15,21 @@ import tomllib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from textwrap import indent
 from typing import Any, NamedTuple
 
 import tokenizers
 
-from dora.core.types import GroupId, RequestId
+from dora.core.types import Branch, GroupId, RequestId
 from dora.errors import InputError
 from dora.journal.reader import CONFIG_FILE, open_sample_store, read_samples
-from dora.text import step_number
+from dora.stream.sample_db import read_branches, tokens_before
+from dora.text import plural, step_number
 
 MAX_CHARACTERS = 4_000  # of one text; a longer one is cut
+MAX_FOLLOWED = 60  # characters that a branch follows; earlier ones are left out
 NUM_NOTABLE = 4  # groups for each tag
 
 # Markers of chat templates: where a turn starts, with its role, and where it ends
@@ -126,7 +128,7 @@ def _read_group(
     store: sqlite3.Connection, group: GroupId, tags: Sequence[str], text: Callable[[bytes], str]
 ) -> dict[str, Any]:
     present = {row[1] for row in store.execute("pragma table_info(samples)")}
-    later = [name if name in present else "null" for name in ("finish_reason", "turn_rewards")]
+    later = [name if name in present else "null" for name in ("branches", "finish_reason", "turn_rewards")]
     rows = store.execute(
         "select version, state, trained_step, prompt_ids, sibling, token_ids, loss_mask, reward, advantage, "
         f"segments, task_rewards, {', '.join(later)} from samples where group_id = ? order by sibling",
@@ -145,11 +147,11 @@ def _read_group(
 
 
 def _response(row: Sequence[Any], text: Callable[[bytes], str]) -> dict[str, Any]:
-    version, _, _, _, sibling, tokens, mask, reward, advantage, *in_json, finish_reason, turn_rewards = row
-    segments, task_rewards = (json.loads(text) if text else None for text in in_json)
-    parts = [
-        [text(tokens[4 * at : 4 * end]), is_sampled] for at, end, is_sampled in _runs(mask, len(tokens) // 4)
-    ]
+    version, _, _, prompt, sibling, tokens, mask, reward, advantage, *in_json = row
+    segments, task_rewards, branches, finish_reason, turn_rewards = in_json
+    segments, task_rewards = (json.loads(column) if column else None for column in (segments, task_rewards))
+    known, num_prompt = _stored_branches(branches), len(prompt) // 4
+    runs = [*_runs(mask, len(tokens) // 4, [branch.start - num_prompt for branch in known])]
     return {
         "sibling": sibling,
         "version": version,
@@ -159,30 +161,63 @@ def _response(row: Sequence[Any], text: Callable[[bytes], str]) -> dict[str, Any
         "turn_rewards": json.loads(turn_rewards) if turn_rewards else None,
         "tokens": len(tokens) // 4,
         "finish_reason": finish_reason,
-        "parts": parts,
+        "parts": [[text(tokens[4 * at : 4 * end]), is_sampled] for at, end, is_sampled in runs],
         "segments": segments,
+        "branches": _branches(known, _ids(prompt) + _ids(tokens), [num_prompt + at for at, *_ in runs], text)
+        or None,
     }
 
 
-def _runs(mask: bytes | None, num_tokens: int) -> Iterator[tuple[int, int, int]]:
-    """Runs of equal mask values: (from, to, 1 if the model sampled them)."""
+def _stored_branches(column: str | None) -> list[Branch]:
+    """The branches of a row; none if the column is damaged, which `dora audit` reports."""
+    with contextlib.suppress(ValueError, TypeError):
+        return read_branches(column) or []
+    return []
+
+
+def _branches(
+    branches: Sequence[Branch],
+    tokens: Sequence[int],
+    part_starts: Sequence[int],
+    text: Callable[[bytes], str],
+) -> list[dict[str, Any]]:
+    """For each branch, the part with which it begins, the number of tokens that it follows, and the end of
+    their text. `tokens` are those of prompt and response, `part_starts` positions in them.
+    """
+    found = []
+    for branch in (branch for branch in branches if branch.start in part_starts):
+        before = tokens_before(tokens, branches, branch.parent)
+        end = text(array("i", before[-MAX_FOLLOWED:]).tobytes())
+        about = {"num_tokens": len(before), "follows": end[-MAX_FOLLOWED:]}
+        found.append({"turn": part_starts.index(branch.start), **about})
+    return found
+
+
+def _runs(mask: bytes | None, num_tokens: int, starts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Runs of equal mask values, divided at `starts`: (from, to, 1 if the model sampled them)."""
     if mask is None:
         yield (0, num_tokens, 1)
         return
-    at = 0
-    for is_sampled, own in groupby(mask):
-        end = at + len([*own])
-        yield (at, end, is_sampled)
-        at = end
+    edges = sorted({0, *(start for start in starts if 0 < start < len(mask)), len(mask)})
+    for begin, stop in pairwise(edges):
+        at = begin
+        for is_sampled, own in groupby(mask[begin:stop]):
+            end = at + len([*own])
+            yield (at, end, is_sampled)
+            at = end
 
 
 def _text(blob: bytes, decode: Decode | None, max_characters: int | None) -> str:
     """The text of stored tokens, or their ids without a tokenizer."""
-    ids = array("i", blob[: len(blob) // 4 * 4])
+    ids = _ids(blob)
     is_damaged = min(ids, default=0) < 0  # which no tokenizer decodes
     text = " ".join(map(str, ids)) if decode is None or is_damaged else decode(ids)
     rest = 0 if max_characters is None else len(text) - max_characters
     return f"{text[:max_characters]} ... and {rest:,} characters more" if rest > 0 else text
+
+
+def _ids(blob: bytes) -> array[int]:
+    return array("i", blob[: len(blob) // 4 * 4])
 
 
 def split_turns(text: str) -> list[tuple[str | None, str]]:
@@ -296,7 +331,10 @@ def _paragraphs(group: Mapping[str, Any]) -> Iterator[str]:
         yield _turn(role, text)
     for response in group["responses"]:
         yield f"  response {group['group']}/{response['sibling']}: {_describe(response)}\n"
-        for part, is_model in response["parts"]:
+        branches = {branch["turn"]: branch for branch in response["branches"] or ()}
+        for at, (part, is_model) in enumerate(response["parts"]):
+            if at in branches:
+                yield f"  {_describe_branch(branches[at])}\n"
             yield _turn(None if len(response["parts"]) == 1 else _role(is_model), part)
 
 
@@ -320,6 +358,15 @@ def _describe(response: Mapping[str, Any]) -> str:
     return ", ".join(
         [*known, "cut at the maximum length"] if response["finish_reason"] == "length" else known
     )
+
+
+def _describe_branch(branch: Mapping[str, Any]) -> str:
+    """What the turns below this line follow, in place of those above it."""
+    if not branch["num_tokens"]:
+        return "branch: the turns below follow nothing, the agent has changed the whole history"
+    end = " ".join(branch["follows"].split())
+    tokens = plural(branch["num_tokens"], "token")
+    return f"branch: the turns below follow {tokens} of prompt and response, which end with {end!r}"
 
 
 def _role(is_model: int) -> str:

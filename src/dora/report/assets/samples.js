@@ -121,9 +121,10 @@ function responseElement(group, response) {
     plural(response.tokens, "token"), response.finish_reason === "length" ? "cut at the maximum length" : null, versions,
   ].filter(Boolean).join(" · ");
   const colour = versionColour(response.version);
+  const branchLabels = new Map((response.branches || []).map((branch) => [branch.turn, `\n[branch: follows ${plural(branch.num_tokens, "token")}, up to "${branch.follows.trim()}"]\n`]));
   return h("div", { class: "response", style: `border-color:${colour}` },
     h("p", {}, h("b", {}, `${group.group}/${response.sibling}`), ` · ${figures}`),
-    h("pre", {}, response.parts.map(([text, isSampled]) => (isSampled ? text : h("span", { class: "inserted", title: "inserted by the environment, not sampled" }, text)))),
+    h("pre", {}, response.parts.map(([text, isSampled], i) => [branchLabels.get(i), isSampled ? text : h("span", { class: "inserted", title: "inserted by the environment, not sampled" }, text)])),
     h("details", {}, h("summary", {}, "History"),
       h("ol", {}, response.history.map(([t, text]) => h("li", {}, h("span", {}, `${t.toFixed(3)} s`), text)))));
 }
