@@ -190,6 +190,39 @@ def test_the_error_about_a_prompt_that_cannot_be_tokenized_is_one_line(tmp_path:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "cause", "remedy"),
+    [
+        (
+            "Echo(Environment):",
+            "Echo(Environment):\n    def __init__(self, size): ...\n",
+            "size",
+            "correct env.options",
+        ),
+        (
+            "Echo(Environment):",
+            "Echo(Environment):\n    def __init__(self): open('no.txt')\n",
+            "No such file",
+            "correct what makes the environment",
+        ),
+        ('row["prompt"]', 'row["question"]', "KeyError: 'question'", "columns of the row, which has prompt"),
+        ('return row["prompt"]', "raise TypeError('argument')", "TypeError", "have reset return text"),
+        ('row["prompt"]', "None", "TypeError", "have reset return text"),
+    ],
+)
+def test_the_remedy_fits_the_failure_of_the_first_episode(
+    tmp_path: Path, old: str, new: str, cause: str, remedy: str
+) -> None:
+    driver = Driver(tmp_path)
+    driver.pool.close()
+    assert old in ENVIRONMENT
+    (tmp_path / "echo.py").write_text(ENVIRONMENT.replace(old, new, 1))
+    with pytest.raises(InputError) as error:
+        try_environment(driver.setup)
+    assert cause in str(error.value)
+    assert remedy in str(error.value)
+
+
 def test_an_unreachable_host_is_logged_once(driver: Driver) -> None:
     slot = next(iter(driver.pool._episodes))
     for _ in range(2):

@@ -7,6 +7,7 @@ environment fails its episode. A worker that exits or hangs is replaced, and all
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -38,6 +39,8 @@ from dora.runtime.process.worker_process import (
 )
 from dora.runtime.rollout.partial_outputs import SavedEpisode
 from dora.runtime.run_setup import RunSetup
+
+IN_RESET = re.compile(r"runner\.py\", line \d+, in reset$", re.MULTILINE)  # in a traceback of the runner
 
 
 @dataclass(frozen=True)
@@ -302,9 +305,19 @@ def _start_failure(setup: RunSetup, reason: str, failure: str) -> str:
     exception = failure.rstrip().splitlines()[-1]
     cause = reason if reason in exception else f"{reason} ({exception})"
     name = setup.config.env.environment or f"(env.hosts = {setup.config.env.hosts})"
+    problem = f"env.environment = {name}: the episode of the first row does not start: {cause}"
+    return f"{problem}; {_start_remedy(setup, failure, exception)}"
+
+
+def _start_remedy(setup: RunSetup, failure: str, exception: str) -> str:
+    """What helps after the `exception` at the end of a traceback."""
+    if "Traceback" in failure and not IN_RESET.search(failure):
+        return "correct what makes the environment, its constructor or function, or env.options"
+    if exception.startswith("KeyError"):
+        columns = ", ".join(map(str, setup.source_of(GroupId(0, 0)).row(0)))
+        return f"have reset read columns of the row, which has {columns}; rename the others, or add them"
     return (
-        f"env.environment = {name}: the episode of the first row does not start: {cause}; have "
-        "reset return text of characters that the model's tokenizer knows, of 1 to "
+        "have reset return text of characters that the model's tokenizer knows, of 1 to "
         f"data.max_prompt_length = {setup.config.data.max_prompt_length} tokens, in time"
     )
 
