@@ -17,6 +17,8 @@ from tests.docs.blocks import BLOCKS, ROOT, Block, commands, dora, furnish, of_l
 
 from dora.cli.dry_run import dry_run
 from dora.config import load
+from dora.core.types import GroupId, RequestId
+from dora.stream.sample_db import SampleStore, Trajectory
 
 BENCHMARKS = ROOT / "benchmarks"
 KINDS = {"python", "toml", "json", "yaml", "sql", "sh", "settings", "text"}
@@ -34,7 +36,7 @@ OF_PYTHON = {"README.md"} | {
     f"docs/{page}.md"
     for page in (
         *("quickstart", "algorithms", "data", "engine", "environments", "backends", "stream"),
-        *("external-trainer", "service", "python-api"),
+        *("monitoring", "external-trainer", "service", "python-api"),
     )
 }  # the last three are tried with runs
 
@@ -186,11 +188,16 @@ def test_environments_on_the_pages_run_an_episode(here: Path) -> None:
     pytest.importorskip("gymnasium")
     import asyncio
 
-    doubling, stored, lake, _ = names_of("docs/environments.md")
+    doubling, costly, stored, lake, _ = names_of("docs/environments.md")
     made: Any = doubling["Doubling"]
     game = made()
     assert asyncio.run(game.reset({"prompt": "12,12:", "number": 12}, 0)) == "12,12:"
     assert asyncio.run(game.step("24")).done
+    made = costly["Costly"]
+    game = made()
+    asyncio.run(game.reset({"prompt": "12,12:", "number": 12}, 0))
+    rewards = [asyncio.run(game.step(action)).reward for action in ("1", "2", "24")]
+    assert rewards == pytest.approx([-0.1, -0.1, 0.9])
     made = stored["StoredDoubling"]
     before, after = made(), made()
     asyncio.run(before.reset({"prompt": "12,12:", "number": 12}, 0))
@@ -198,6 +205,30 @@ def test_environments_on_the_pages_run_an_episode(here: Path) -> None:
     assert asyncio.run(after.step("24")).done
     made = lake["Lake"]
     assert "you are at 0" in asyncio.run(made().reset({"prompt": "lake", "seed": 0}, 0))
+
+
+def test_samples_are_read_as_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    store = SampleStore(tmp_path / "runs" / "a" / "samples.sqlite")
+    for sibling, mask in enumerate((None, [1, 0, 1])):
+        request = RequestId(0, 3, sibling)
+        store.put(Trajectory(request, 0, "d", [1], [2, 3, 4], [-1.0, 0.0, -0.5], loss_mask=mask))
+    store.set_state([GroupId(0, 3)], "trained", 0)
+    store.close()
+    names_of("docs/monitoring.md")
+    assert capsys.readouterr().out == "0/3/0: 3 tokens, log-prob -1.500\n0/3/1: 2 tokens, log-prob -1.500\n"
+
+
+def test_the_table_of_samples_has_all_columns(tmp_path: Path) -> None:
+    SampleStore(tmp_path / "samples.sqlite").close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "samples.sqlite")) as store:
+        columns = {row[1] for row in store.execute("pragma table_info(samples)")}
+    section = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8").partition("\n## Samples\n")[2]
+    rows = re.findall(r"^\| (`.*?) \|", section.partition("```python")[0], re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == columns
 
 
 def test_adapters_on_the_pages_have_contract_tests(here: Path) -> None:
