@@ -77,7 +77,7 @@ def test_the_last_groups_are_printed_as_text(run: Path, capsys: Captured) -> Non
     text = printed(capsys, "samples", run, "--last", 1)
     assert text.startswith("group 0/0: version 0, trained in step 5\n\n    1 2\n")
     assert "response 0/0/0: reward 0 (right 0, short 0.5), advantage -1, 3 tokens\n" in text
-    tokens = "3 tokens (1 of version 0, 2 of version 1), cut at the maximum length"
+    tokens = "3 tokens (1 of version 0, 2 of version 1), cut (length)"
     assert f"response 0/0/1: reward 1 (right 1, short 0), advantage 1, {tokens}\n" in text
     assert "    [environment]\n    5\n" in text
     assert "group 0/1: version 0, finished\n" in printed(capsys, "samples", run)

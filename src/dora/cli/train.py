@@ -303,6 +303,9 @@ def env_server(
     token_file: Annotated[
         Path, typer.Option(help="File with the auth token of the runs; created if it does not exist.")
     ] = Path("environments.token"),
+    options: Annotated[
+        str, typer.Option(metavar="JSON", help='Keyword arguments of the class, such as {"size": 4}.')
+    ] = "{}",
 ) -> None:
     """Serve environments to runs on other machines, until Ctrl-C: see docs/environments.md."""
     import asyncio
@@ -311,7 +314,11 @@ def env_server(
     from dora.envs.base import load_environment
     from dora.envs.remote import serve_forever
 
-    make = load_environment(environment)
+    try:
+        arguments = dict(json.loads(options))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"--options {options}: it must be a JSON object: {error}") from error
+    make = load_environment(environment, arguments, "--options")
     if not token_file.exists():
         write_private_file(token_file, new_auth_token())
     token = read_auth_token(token_file, "--token-file")

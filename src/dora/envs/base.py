@@ -72,7 +72,9 @@ class SupportsSnapshots(Protocol):
         """Continue the episode of a snapshot, in place of `reset`. It may be a coroutine."""
 
 
-def load_environment(name: str, options: Mapping[str, Any] = {}) -> Callable[[], Environment]:
+def load_environment(
+    name: str, options: Mapping[str, Any] = {}, options_key: str = "env.options"
+) -> Callable[[], Environment]:
     """Makes objects of the class "file.py:Class" or "package.module:Class", or by a function, with these
     keyword arguments.
 
@@ -102,8 +104,8 @@ def load_environment(name: str, options: Mapping[str, Any] = {}) -> Callable[[],
             signature.bind(**options)
         except TypeError as error:
             raise EnvError(
-                f"env.environment = {name!r}: it has the parameters {signature}, and env.options = "
-                f"{dict(options)}: {error}; correct env.options"
+                f"env.environment = {name!r}: it has the parameters {signature}, and {options_key} = "
+                f"{dict(options)}: {error}; correct {options_key}"
             ) from error
     return partial(make, **options)
 

@@ -29,6 +29,7 @@ from dora.stream.sample_db import read_branches, tokens_before
 from dora.text import plural, step_number
 
 MAX_CHARACTERS = 4_000  # of one text; a longer one is cut
+CUT = ("length", "max_turns", "observation_length")  # finish reasons
 MAX_FOLLOWED = 60  # characters that a branch follows; earlier ones are left out
 NUM_NOTABLE = 4  # groups for each tag
 
@@ -356,7 +357,7 @@ def _describe(response: Mapping[str, Any]) -> str:
     segments = ", ".join(f"{num} of version {version}" for version, num in response["segments"] or ())
     known.append(f"{response['tokens']} tokens{f' ({segments})' if segments else ''}")
     return ", ".join(
-        [*known, "cut at the maximum length"] if response["finish_reason"] == "length" else known
+        [*known, f"cut ({response['finish_reason']})"] if response["finish_reason"] in CUT else known
     )
 
 

@@ -118,7 +118,7 @@ function responseElement(group, response) {
   const figures = [
     `reward ${number(response.reward, 3)}`, response.advantage === null ? null : `advantage ${number(response.advantage, 3)}`,
     response.turn_rewards && `rewards of turns ${response.turn_rewards.map((reward) => number(reward, 3)).join(", ")}`,
-    plural(response.tokens, "token"), response.finish_reason === "length" ? "cut at the maximum length" : null, versions,
+    plural(response.tokens, "token"), ["length", "max_turns", "observation_length"].includes(response.finish_reason) ? `cut (${response.finish_reason})` : null, versions,
   ].filter(Boolean).join(" · ");
   const colour = versionColour(response.version);
   const branchLabels = new Map((response.branches || []).map((branch) => [branch.turn, `\n[branch: follows ${plural(branch.num_tokens, "token")}, up to "${branch.follows.trim()}"]\n`]));
