@@ -77,6 +77,9 @@ def test_an_invalid_trace_is_refused(tmp_path: Path) -> None:
     path.write_text("GeneratedTokens\n\u00b2\n", encoding="utf-8")
     with pytest.raises(InputError, match="line 2: '\u00b2' must be a number of tokens"):
         read_trace(path)
+    path.write_text("GeneratedTokens\n" + "1" * 5000 + "\n")
+    with pytest.raises(InputError, match=r"line 2: '1+' must be a number of tokens"):
+        read_trace(path)
     path.write_text("GeneratedTokens\n" + "1" * 200_000 + "\n")
     with pytest.raises(InputError, match=r"cannot read .* as CSV"):
         read_trace(path)

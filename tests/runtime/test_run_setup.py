@@ -18,7 +18,10 @@ from dora.runtime.run_setup import RunSetup
 
 BAD: dict[str, tuple[dict[str, object], str]] = {
     "a missing data file": ({"data.path": "nowhere.jsonl"}, "data.path = 'nowhere.jsonl'"),
-    "a data file of another kind": ({"data.path": "task.py"}, "must be a .jsonl or .parquet file"),
+    "a data file of another kind": (
+        {"data.path": "task.py"},
+        "must be a .jsonl, .json, .csv or .parquet file",
+    ),
     "a missing column": ({"data.prompt_key": "question"}, "no column 'question'"),
     "a prompt longer than the limit": ({"data.max_prompt_length": 2}, "the prompt has 3 tokens"),
     "a missing model": ({"model.path": "nowhere"}, "model.path = 'nowhere'"),

@@ -551,7 +551,7 @@ def _read_json(path: Path) -> list[Any]:
 def _read_csv(path: Path) -> list[Any]:
     """The first row names the columns; all values stay text."""
     rows = list[dict[str, str]]()
-    csv.field_size_limit(MAX_CSV_FIELD)
+    limit = csv.field_size_limit(MAX_CSV_FIELD)  # of the whole process
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             reader = csv.reader(lines, strict=True)
@@ -569,6 +569,8 @@ def _read_csv(path: Path) -> list[Any]:
         raise DataError(f"{path}: {not_utf8(error)}") from error
     except csv.Error as error:
         raise DataError(f"{path}, row {len(rows)}: is not CSV ({error}); correct it") from error
+    finally:
+        csv.field_size_limit(limit)
     return rows
 
 

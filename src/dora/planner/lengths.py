@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -246,7 +247,7 @@ def read_trace(path: Path, column: str = "GeneratedTokens") -> tuple[int, ...]:
 
 
 def _parse_length(path: Path, line: int, text: str | None) -> int:
-    if text is None or not text.strip().isdecimal() or int(text) < 1:
+    if text is None or not re.fullmatch(r"0*[1-9]\d{0,17}", text.strip(), re.ASCII):
         raise InputError(f"{path}, line {line}: {text!r} must be a number of tokens, at least 1")
     return int(text)
 

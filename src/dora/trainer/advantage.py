@@ -30,8 +30,8 @@ T = TypeVar("T")
 class Turn(NamedTuple):
     """A turn of the policy: the observation before it, its reward, and how many tokens it has.
 
-    Two observations are equal if their tokens are. That of the first turn is the prompt, and that of a turn
-    after a changed history are all tokens that it follows.
+    The observation of the first turn is the prompt. That of a turn after a changed history are all tokens
+    that it follows. A run passes the token ids as a tuple.
     """
 
     observation: Hashable
