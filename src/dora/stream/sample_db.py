@@ -135,10 +135,10 @@ def answer_source(chunks: Sequence[Chunk]) -> tuple[int, str, list[tuple[int, in
 
 def count_turns(mask: NDArray[np.uint8] | None, num_prompt: int, branches: Sequence[Branch]) -> int:
     """Turns of a response with this `loss_mask`: each ends where an observation or a branch begins."""
+    starts = [branch.start - num_prompt for branch in branches]
     if mask is None:
-        mask = np.ones(1 if not branches else branches[-1].start - num_prompt + 1, np.uint8)
-    starts = [start for b in branches if (start := b.start - num_prompt) and mask[start - 1] and mask[start]]
-    return int(np.count_nonzero(np.diff(mask, prepend=0) == 1)) + len(starts)
+        return 1 + len(starts)
+    return sum(int(np.count_nonzero(np.diff(part, prepend=0) == 1)) for part in np.split(mask, starts))
 
 
 def is_sum_of_turns(turn_rewards: Sequence[float], reward: float) -> bool:
